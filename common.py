@@ -1,0 +1,799 @@
+"""What every method script needs and a reader of the paper would skip: processes and errors, ResNet, LARS, learning
+rate, augmentation, data sets, k-NN, checkpoints, the run folder. Nothing here knows a method: losses, projectors,
+recipes and the training loop are in the scripts. A function can be copied out with the imports it uses."""
+import copy
+import hashlib
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision import datasets, io, utils
+from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+
+def fail(message, status: int = 1):
+    """Exit with `status` after one line on stderr (rank 0): for what every rank sees alike."""
+    if os.environ.get("RANK", "0") == "0":
+        print("error:", *str(message).split(), file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def init_distributed(device: str = "auto") -> SimpleNamespace:
+    """Join torchrun's process group, if there is one: `.rank .world_size .device`. Status 2 where the device is absent."""
+    rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in
+                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    count = {"cpu": here, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if device == "auto":
+        device = "cuda" if count["cuda"] else "mps" if count["mps"] and world_size == 1 else "cpu"
+    if here > count[device]:
+        fail(f"--device {device}: {here} process(es) here and {count[device]} such device(s); use --device cpu", 2)
+    if device == "cuda":
+        device = f"cuda:{local_rank}"
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+
+    def hook(kind, error, trace):  # a process whose peer has died leaves quietly: the peer said why
+        if kind is not KeyboardInterrupt and not (world_size > 1 and "onnection" in str(error)):
+            sys.__excepthook__(kind, error, trace)
+        os._exit(130 if kind is KeyboardInterrupt else 1)
+    sys.excepthook = hook
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device))
+
+
+def on_rank0(function, env: SimpleNamespace, hint: str = ""):
+    """function() on rank 0 (None elsewhere); a fault of files or network there ends all ranks with one line."""
+    message, value = [None], None
+    if env.rank == 0:
+        try:
+            value = function()
+        except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            message = [f"{hint} ({error})" if hint else str(error)]
+    if env.world_size > 1:
+        dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
+    return fail(message[0]) if message[0] else value
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        rows = [torch.empty_like(z) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, z)
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad := grad.clone(memory_format=torch.contiguous_format))
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(z: Tensor) -> Tensor:
+    """All ranks' rows (N / world, D) -> (N, D) in rank order, with gradient. Each rank computes the same global loss,
+    so backward sums over ranks: with DDP's mean over ranks, the exact gradient of the global loss."""
+    return _Gather.apply(z.contiguous()) if dist.is_initialized() else z
+
+
+def seed_for(*numbers) -> int:
+    """A hash of the numbers (run seed, epoch, batch, rank): streams that never overlap, and no state to save."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def resnet(arch: str = "resnet18", width: int = 64, small_images: bool = True) -> nn.Sequential:
+    """ResNet without `fc`: (N, 3, H, W) -> pooled features (N, .feature_dim); torchvision's blocks and state-dict keys.
+    small_images: 3x3 stride-1 stem, no max-pool."""
+    block, depths = {"resnet18": (BasicBlock, (2, 2, 2, 2)), "resnet34": (BasicBlock, (3, 4, 6, 3)),
+                     "resnet50": (Bottleneck, (3, 4, 6, 3))}[arch]
+    kernel, stride = (3, 1) if small_images else (7, 2)
+    net = OrderedDict(conv1=nn.Conv2d(3, width, kernel, stride, kernel // 2, bias=False), bn1=nn.BatchNorm2d(width),
+                      relu=nn.ReLU(True), maxpool=nn.Identity() if small_images else nn.MaxPool2d(3, 2, 1))
+    channels = width
+    for i, depth in enumerate(depths):
+        blocks, out = [], width * 2**i * block.expansion
+        for stride in [1 if i == 0 else 2] + [1] * (depth - 1):
+            shortcut = None if stride == 1 and channels == out else nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            blocks.append(block(channels, width * 2**i, stride, shortcut))
+            channels = out
+        net[f"layer{i + 1}"] = nn.Sequential(*blocks)
+    net = nn.Sequential(OrderedDict(net, avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten()))
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    net.feature_dim = channels
+    return net
+
+
+def distribute(model: nn.Module, env: SimpleNamespace, compile: bool = False) -> nn.Module:
+    """The module to call in the loop: gradients averaged over ranks, BatchNorm synchronised (CUDA only)."""
+    if env.world_size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if env.device.type == "cuda" else model
+        model = nn.parallel.DistributedDataParallel(model)
+    return torch.compile(model) if compile else model
+
+
+def autocast(device: torch.device, precision: str = "auto") -> torch.autocast:
+    """bf16 autocast or none; auto takes it where the hardware itself multiplies bf16, which is where it is faster."""
+    if precision == "auto" and device.type == "cuda":
+        precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    elif precision == "auto" and device.type == "cpu":
+        precision = "bf16" if any(torch.cpu.get_capabilities().get(k) for k in ("avx512_bf16", "amx_bf16")) else "fp32"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+class LARS(torch.optim.Optimizer):
+    """SGD with momentum, each tensor's step scaled to its norm (You et al., arXiv 1708.03888): ratio = eta |p| / |g + wd p|
+    (1 where either norm is 0); buffer = momentum buffer + ratio (g + wd p); p -= lr buffer. Parameters with ndim <= 1
+    (biases, BatchNorm) get neither ratio nor weight decay."""
+
+    def __init__(self, params, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, eta: float = 0.001):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, eta=eta))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = torch.enable_grad()(closure)() if closure else None
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                update, state = p.grad, self.state[p]
+                if p.ndim > 1:
+                    update = update.add(p, alpha=group["weight_decay"])
+                    ratio = group["eta"] * p.norm() / update.norm()  # a zero norm makes it 0, inf or nan
+                    update = update * torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                p.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update), alpha=group["lr"])
+        return loss
+
+
+def cosine_lr(step: int, total_steps: int, base_lr: float, warmup_steps: int = 0, final_lr: float = 0.0) -> float:
+    """Learning rate of step 0 .. total_steps - 1: linear warm-up that ends on base_lr, then half a cosine."""
+    if step < warmup_steps:
+        return base_lr * (step + 1) / warmup_steps
+    t = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return final_lr + (base_lr - final_lr) * (1 + math.cos(math.pi * t)) / 2
+
+
+@torch.no_grad()
+def ema_update(target: nn.Module, online: nn.Module, momentum: float):
+    """target = momentum target + (1 - momentum) online for parameters; buffers (BatchNorm statistics) are copied."""
+    for t, o in zip(target.parameters(), online.parameters(), strict=True):
+        t.mul_(momentum).add_(o, alpha=1 - momentum)
+    for t, o in zip(target.buffers(), online.buffers(), strict=True):
+        t.copy_(o)
+
+
+class Augment:
+    """uint8 batch (B, 3, H, W) -> float32 (B, 3, size, size), normalised: RandomResizedCrop, flip, ColorJitter, grayscale,
+    Gaussian blur (kernel about size / 10, odd), solarize as torchvision's on float images, each image with its own draws
+    from the device's default generator. Only ColorJitter's order of operations is drawn once per call, not per image.
+    crop=False takes images that were cropped to `size` already."""
+
+    def __init__(self, size: int, crop_scale=(0.2, 1.0), flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2,
+                 blur_sigma=(0.1, 2.0), blur_p=0.5, solarize_p=0.0, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)):
+        self.size, self.crop_scale, self.flip, self.jitter, self.jitter_p = size, crop_scale, flip, jitter, jitter_p
+        self.gray_p, self.blur_sigma, self.blur_p, self.solarize_p = gray_p, blur_sigma, blur_p, solarize_p
+        self.mean, self.std = mean, std
+
+    def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
+        order = torch.randperm(4).tolist()
+        out = torch.empty(len(images), self.size, self.size, 3, device=images.device).permute(0, 3, 1, 2)
+        part = 256 if images.device.type == "cpu" else max(1, len(images))  # what a CPU's cache holds at 32x32
+        for x, result in zip(images.split(part), out.split(part)):
+            result.copy_(self.augment(x, order, crop).transpose(0, 1))
+        return out
+
+    def augment(self, images: Tensor, order: list[int], crop: bool) -> Tensor:  # (3, B, size, size)
+        def uniform(low, high):  # one number per image, to broadcast over (3, B, H, W)
+            return torch.empty(len(images), 1, 1, device=images.device).uniform_(low, high)
+
+        def chosen(p):
+            return uniform(0, 1) < p
+
+        n, _, height, width = images.shape
+        box = random_box(n, height, width, self.crop_scale, images.device) if crop else [
+            torch.full((n, 1, 1), float(v), device=images.device) for v in (0, 0, height, width)]
+        x = crop_and_flip(images, *box, self.size, chosen(self.flip))
+        if self.jitter_p > 0:
+            on = chosen(self.jitter_p)
+            brightness, contrast, saturation = (uniform(max(0, 1 - s), 1 + s).where(on, 1) for s in self.jitter[:3])
+            hue = uniform(-self.jitter[3], self.jitter[3]).where(on, 0)
+            for operation in order:
+                if operation == 0:
+                    x.mul_(brightness).clamp_(0, 1)
+                elif operation == 1:
+                    x.lerp_(luma(x).mean((1, 2), keepdim=True), 1 - contrast).clamp_(0, 1)
+                elif operation == 2:
+                    x.lerp_(luma(x), 1 - saturation).clamp_(0, 1)
+                else:
+                    x = shift_hue(x, hue)
+        if self.gray_p > 0:
+            x.lerp_(luma(x), chosen(self.gray_p).float())
+        if self.blur_p > 0:
+            x = blur(x, uniform(*self.blur_sigma).where(chosen(self.blur_p), 0), int(self.size * 0.1) | 1)
+        if self.solarize_p > 0:
+            x = torch.where(chosen(self.solarize_p) & (x >= 128 / 255), 1 - x, x)
+        mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1, 1) for v in (self.mean, self.std))
+        return x.sub_(mean).div_(std)
+
+
+def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 / 3)) -> list[Tensor]:
+    """top, left, height, width (n, 1, 1) in whole pixels as RandomResizedCrop draws them: 10 tries, then the centre."""
+    area = height * width * torch.empty(n, 10, device=device).uniform_(*scale)
+    aspect = torch.empty(n, 10, device=device).uniform_(math.log(ratio[0]), math.log(ratio[1])).exp_()
+    w, h = (area * aspect).sqrt_().round_(), (area / aspect).sqrt_().round_()
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    first, found = fits.float().argmax(1, keepdim=True), fits.any(1, keepdim=True)
+    w = w.gather(1, first).where(found, min(width, round(height * ratio[1])))
+    h = h.gather(1, first).where(found, min(height, round(width / ratio[0])))
+    top, left = ((torch.rand_like(v) * (all_ - v + 1)).where(found, (all_ - v) / 2).floor_()
+                 for v, all_ in ((h, height), (w, width)))
+    return [v[..., None] for v in (top, left, h, w)]
+
+
+def crop_and_flip(images: Tensor, top, left, height, width, size: int, flip: Tensor) -> Tensor:
+    """uint8 (B, 3, H, W) -> (3, B, size, size) in [0, 1]. Resizing is linear in rows and in columns, so each image's crop
+    is two small matrices (flipping reverses one of them) and the batch's two batched products."""
+    def resize(start, length, pixels):  # (B, size, pixels): antialiased bilinear, nothing from outside the box
+        centre = start + (torch.arange(size, device=images.device)[:, None] + 0.5) * (length / size)
+        pixel = torch.arange(pixels, device=images.device) + 0.5
+        weight = (1 - (pixel - centre).abs_() / (length / size).clamp(min=1)).clamp_(min=0)
+        weight *= (pixel > start) & (pixel < start + length)
+        return weight / weight.sum(2, keepdim=True)
+
+    n, _, h, w = images.shape
+    rows, columns = resize(top, height, h), resize(left, width, w)
+    columns = torch.where(flip, columns.flip(1), columns)
+    x = images.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(255)  # (B, H, 3, W)
+    x = (rows @ x.view(n, h, 3 * w)).view(n, size * 3, w) @ columns.transpose(1, 2)
+    return x.view(n, size, 3, size).permute(2, 0, 1, 3).contiguous()
+
+
+def luma(x: Tensor) -> Tensor:
+    """Grey value (B, H, W) of RGB (3, B, H, W), weights as torchvision's rgb_to_grayscale (ITU-R 601-2)."""
+    return (0.2989 * x[0]).add_(x[1], alpha=0.587).add_(x[2], alpha=0.114)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """RGB (3, B, H, W) in [0, 1] with the hue of HSV turned by `shift` (1 is a full turn), S and V kept."""
+    red, green, blue = x
+    value = x.amax(0)
+    chroma = (value - x.amin(0)).clamp_(min=1e-12)
+    hue = torch.where(value == green, torch.add(blue - red, chroma, alpha=2), torch.add(red - green, chroma, alpha=4))
+    hue = torch.where(value == red, green - blue, hue).div_(chroma).add_(6 * shift)  # in sixths of a turn
+    k = hue + torch.tensor([5.0, 3.0, 1.0], device=x.device).view(3, 1, 1, 1)
+    k.sub_((k / 6).floor_(), alpha=6).sub_(2).abs_()  # |k mod 6 - 2|; a channel is V - chroma clamp(2 - that, 0, 1)
+    return k.sub_(2).clamp_(-1, 0).mul_(chroma).add_(value)
+
+
+def blur(x: Tensor, sigma: Tensor, taps: int) -> Tensor:
+    """Separable Gaussian blur of (3, B, H, W), reflected at the border; sigma (B, 1, 1), 0 changes nothing."""
+    r = taps // 2
+    weight = torch.exp(-0.5 * (torch.arange(r + 1, device=x.device) / sigma.clamp(min=0.01)) ** 2)
+    weight = (weight / (2 * weight.sum(2, keepdim=True) - 1)).split(1, dim=2)  # the centre's and one side's, (B, 1, 1)
+    for dim, pad in ((2, (0, 0, r, r)), (3, (r, r, 0, 0))):
+        padded, size, x = F.pad(x, pad, mode="reflect"), x.shape[dim], x * weight[0]
+        for d in range(1, r + 1):
+            x.addcmul_(padded.narrow(dim, r - d, size) + padded.narrow(dim, r + d, size), weight[d])
+    return x
+
+
+DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "tinyimagenet", "imagenet100", "imagenet", "folder")
+Images = namedtuple("Images", "images labels classes mean std image_size")
+Images.__doc__ = """images: uint8 (N, 3, H, W), or a list of files where they are large; labels: int64 (N,), -1 unknown, or
+None; classes: names; mean, std: per channel, of [0, 1] pixels; image_size: pixels of a side that the network sees."""
+STATS = {"patterns": ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)), "stl10": ((0.447, 0.440, 0.407), (0.260, 0.257, 0.271)),
+         "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+         "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+         "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+PATTERNS = {  # ink where the field is positive; a, b turned and scaled x, y; r, t polar; k in [1, 4), one per image
+    "stripes": lambda a, b, r, t, k: a.sin(), "checks": lambda a, b, r, t, k: 2 * a.sin() * b.sin(),
+    "dots": lambda a, b, r, t, k: a.cos() + b.cos() - 0.8, "rings": lambda a, b, r, t, k: r.sin(),
+    "zigzag": lambda a, b, r, t, k: (a + 2.5 * b.sin().asin()).sin(), "spirals": lambda a, b, r, t, k: (r + k.floor() * t).sin(),
+    "grid": lambda a, b, r, t, k: torch.maximum(a.cos(), b.cos()) - 0.8, "rays": lambda a, b, r, t, k: (t * (k + 3).floor()).sin(),
+    "bricks": lambda a, b, r, t, k: 0.8 - torch.maximum((a / 2 + b.div(math.tau).floor() * math.pi / 2).cos().abs(), b.cos()),
+    "blobs": lambda a, b, r, t, k: sum((0.8 * (a * (i * k).cos() + b * (i * k).sin()) + i * i * k).sin() for i in range(6)) / 1.5}
+
+
+def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
+    """uint8 (N, 3, 32, 32), labels (N,): 10,000 train or 2,000 test images, generated, always the same. The class is the
+    kind of pattern; colours, scale, angle, position, warp and noise vary freely."""
+    n, generator = (10000, torch.Generator().manual_seed(1)) if train else (2000, torch.Generator().manual_seed(2))
+
+    def uniform(low, high, *shape):
+        return torch.rand(n, *shape, generator=generator) * (high - low) + low
+
+    y, x = (v.expand(n, 32, 32) for v in torch.meshgrid(torch.arange(32) - 15.5, torch.arange(32) - 15.5, indexing="ij"))
+    x = x + uniform(-12, 12, 1, 1) + uniform(0, 2.5, 1, 1) * (y / 5 + uniform(0, math.tau, 1, 1)).sin()
+    y = y + uniform(-12, 12, 1, 1) + uniform(0, 2.5, 1, 1) * (x / 5 + uniform(0, math.tau, 1, 1)).sin()
+    angle, scale = uniform(0, math.tau, 1, 1), math.tau / uniform(5, 13, 1, 1)
+    a, b = scale * (angle.cos() * x + angle.sin() * y), scale * (angle.cos() * y - angle.sin() * x)
+    plane = (a, b, torch.hypot(a, b), torch.atan2(b, a), uniform(1, 4, 1, 1))
+    field = torch.empty(n, 1, 32, 32)
+    for i, pattern in enumerate(PATTERNS.values()):
+        field[i::10, 0] = pattern(*(v[i::10] for v in plane))
+    ink = (4 * torch.where(uniform(0, 1, 1, 1, 1) < 0.5, field, -field)).sigmoid()
+    image = uniform(0, 0.45, 3, 1, 1).lerp(uniform(0.55, 1, 3, 1, 1), ink)
+    image += uniform(0, 0.15, 1, 1, 1) * torch.randn(image.shape, generator=generator)
+    return image.clamp(0, 1).mul(255).round().to(torch.uint8), torch.arange(n) % 10
+
+
+def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
+    """Image files below `folder`, sorted; labels by its sub-folders, None if an image lies in it directly; class names."""
+    names = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS)
+    names = [p for p in names if not any(part.startswith(".") for part in p.parts)]
+    if not names:
+        fail(f"no images in {folder}; put them there (class sub-folders, or all in one) or name another --data-dir")
+    classes = sorted({p.parts[0] for p in names})
+    labels = torch.tensor([classes.index(p.parts[0]) for p in names]) if all(len(p.parts) > 1 for p in names) else None
+    return [str(folder / p) for p in names], labels, classes if labels is not None else []
+
+
+def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNamespace | None = None,
+                image_size: int | None = None, limit: int | None = None, unlabelled: bool = False) -> Images | None:
+    """Training or test split; None for a folder without test split. Small images (up to 64 px, stl10) come as one tensor
+    on env.device, large ones as files. limit: keep the first images only; unlabelled: stl10 with its unlabelled ones.
+    Only rank 0 downloads (cifar10, cifar100, stl10)."""
+    root, env = Path(data_dir), env or SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    if name == "patterns":
+        images, labels, classes = *patterns(train), list(PATTERNS)
+    elif name in ("cifar10", "cifar100", "stl10"):
+        kind = getattr(datasets, name.upper())
+        split = dict(train=train) if name != "stl10" else dict(
+            split="test" if not train else "train+unlabeled" if unlabelled else "train")
+        socket.setdefaulttimeout(20)
+        hint = f"{name} is not in {root} and cannot be downloaded; put {kind.base_folder} there"
+        data = on_rank0(lambda: kind(root, download=True, **split), env, hint) or kind(root, **split)
+        images, classes = torch.from_numpy(data.data), data.classes
+        images = images if name == "stl10" else images.permute(0, 3, 1, 2).contiguous()
+        labels = torch.as_tensor(data.labels if name == "stl10" else data.targets).long()
+    else:
+        folder = root / ("tiny-imagenet-200" if name == "tinyimagenet" else name)
+        folder = folder if folder.is_dir() and name != "folder" else root
+        splits = [folder / s for s in ("train", "val", "test") if (folder / s).is_dir()] or [folder]
+        if not train and len(splits) == 1:
+            return None
+        images, labels, classes = find_images(splits[0])
+        if not train and name == "tinyimagenet":
+            rows = [line.split("\t") for line in (splits[1] / "val_annotations.txt").read_text().splitlines()]
+            images = [str(splits[1] / "images" / row[0]) for row in rows]
+            labels = torch.tensor([classes.index(row[1]) for row in rows])
+        elif not train:
+            images, labels, test_classes = find_images(splits[1])
+            if test_classes != classes:
+                fail(f"{splits[0]} and {splits[1]} hold different classes")
+        images = read_small(images[:limit], image_size) if not name.startswith("imagenet") else images
+    images, labels = images[:limit], None if labels is None else labels[:limit]
+    images = images.to(env.device) if torch.is_tensor(images) else images
+    size = image_size or {"stl10": 64, "tinyimagenet": 64}.get(name, 32 if torch.is_tensor(images) else 224)
+    return Images(images, labels, classes, *STATS.get(name, STATS["imagenet"]), size)
+
+
+def read_rgb(file: str):
+    """PIL image as RGB, from any mode (grey, palette, alpha, CMYK); OSError that names a file it cannot read."""
+    try:
+        return datasets.folder.pil_loader(file)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise OSError(f"cannot read image {file}: {error}") from None
+
+
+def read_small(files: list[str], size: int | None) -> Tensor | list[str]:
+    """All files as one uint8 tensor, cropped to the smallest if they differ; the files again if one is over 64 px."""
+    images = []
+    for file in files:
+        try:
+            image = v2.functional.pil_to_tensor(read_rgb(file))
+        except OSError as error:
+            fail(error)
+        if max(image.shape) > 64 or (size or 0) > 64:
+            return files
+        images.append(image)
+    side = min(min(image.shape[1:]) for image in images)
+    same = len({image.shape for image in images}) == 1
+    return torch.stack(images if same else [v2.functional.center_crop(v2.functional.resize(i, side), side) for i in images])
+
+
+class ImageFiles:
+    """Large images for DataLoader workers, which decode and crop only. [seed, index] -> (uint8 crop per (size, scale) in
+    crops, or one centre crop of `size`), index, error."""
+
+    def __init__(self, files: list[str], size: int, crops=()):
+        self.files, self.size, self.crops = files, size, crops
+
+    def __getitem__(self, key):
+        torch.manual_seed(key[0])
+        views = [v2.RandomResizedCrop(size, scale) for size, scale in self.crops] or [
+            v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size)])]
+        try:
+            image = read_rgb(self.files[key[1]])
+        except OSError as error:  # told to the main process: raised here, it would arrive as a traceback
+            return [torch.zeros(3, s, s, dtype=torch.uint8) for s, _ in self.crops or [(self.size, 1)]], key[1], str(error)
+        return [v2.functional.pil_to_tensor(view(image)) for view in views], key[1], ""
+
+
+def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespace):
+    """Yield (list of uint8 view batches on the device, index) for each list of [seed, index] keys."""
+    loader = torch.utils.data.DataLoader(ImageFiles(data.images, data.image_size, crops), batch_sampler=keys,
+                                         num_workers=workers, pin_memory=env.device.type == "cuda")
+    for views, index, errors in loader:
+        if any(errors):  # this rank alone knows
+            print("error:", next(filter(None, errors)), file=sys.stderr, flush=True)
+            os._exit(1)
+        yield [view.to(env.device, non_blocking=True) for view in views], index
+
+
+def batches(data: Images, epoch: int, batch_size: int, env: SimpleNamespace, seed: int, views, workers=0, first=0):
+    """This rank's share of each whole batch of an epoch, from batch `first` on: (list of views, labels or None); views
+    holds an Augment per view. The order depends on (seed, epoch), every other draw on (seed, epoch, batch, rank): a run
+    can go on inside an epoch with no random state saved."""
+    order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(seed_for(seed, epoch)))
+    order = order[:len(order) // batch_size * batch_size].view(-1, env.world_size, batch_size // env.world_size)
+    order, in_memory = order[first:, env.rank], torch.is_tensor(data.images)
+    if in_memory:
+        source = (([data.images[index]] * len(views), index) for index in order.to(env.device))
+    else:
+        keys = [[(seed_for(seed, epoch, i), i) for i in row] for row in order.tolist()]
+        source = read_files(data, keys, [(view.size, view.crop_scale) for view in views], workers, env)
+    labels = None if data.labels is None else data.labels.to(env.device)
+    for i, (images, index) in enumerate(source, first):
+        torch.manual_seed(seed_for(seed, epoch, i, env.rank))
+        yield ([view(x, crop=in_memory) for view, x in zip(views, images)],
+               None if labels is None else labels[index.to(env.device)])
+
+
+@torch.no_grad()
+def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision="auto", workers=0, chunk=500) -> Tensor:
+    """Backbone features (N, feature_dim) of all images, in order, on every rank; eval mode, centre crop. Ranks take whole
+    chunks in turn, so that the chunks, and the numbers, are the same at every world size."""
+    n, mean_std = len(data.images), [torch.tensor(v, device=env.device).view(3, 1, 1) for v in (data.mean, data.std)]
+    rows = [range(i, min(i + chunk, n)) for i in range(0, n, chunk)][env.rank::env.world_size]
+    source = (([data.images[r.start:r.stop]], r) for r in rows) if torch.is_tensor(data.images) else read_files(
+        data, [[(0, i) for i in r] for r in rows], (), workers, env)
+    training, result = backbone.training, torch.zeros(n, backbone.feature_dim, device=env.device)
+    backbone.eval()
+    for r, ((x,), _) in zip(rows, source):
+        if x.shape[2] != data.image_size or x.shape[3] != data.image_size:
+            x = v2.functional.center_crop(v2.functional.resize(x, data.image_size), data.image_size)
+        x = ((x.float() / 255 - mean_std[0]) / mean_std[1]).to(memory_format=torch.channels_last)
+        with autocast(env.device, precision):
+            result[r.start:r.stop] = backbone(x).float()
+    backbone.train(training)
+    if env.world_size > 1:
+        dist.all_reduce(result)
+    return result
+
+
+@torch.no_grad()
+def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, k: int = 200, tau: float = 0.1,
+                 chunk: int = 256) -> float:
+    """Accuracy in [0, 1] of a vote of the k nearest rows of train_x (N, D) by cosine, weighted exp(sim / tau) (Wu et al.,
+    arXiv 1805.01978). test_x (M, D), labels int64. Memory: chunk x N. k above N means all N."""
+    k, n_classes, correct = min(k, len(train_x)), int(max(train_y.max(), test_y.max())) + 1, 0
+    bank = F.normalize(train_x.float(), dim=1).T
+    for x, y in zip(F.normalize(test_x.float(), dim=1).split(chunk), test_y.split(chunk)):
+        similarity, index = (x @ bank).topk(k, dim=1)
+        weight = ((similarity - similarity[:, :1]) / tau).exp()  # relative to the nearest: same vote, no overflow
+        votes = torch.zeros(len(x), n_classes, device=x.device).scatter_add_(1, train_y[index], weight)
+        correct += (votes.argmax(1) == y).sum().item()
+    return correct / len(test_y)
+
+
+def subset(data: Images, most: int) -> Images:
+    """Its labelled images, every n-th if they are more than `most`."""
+    keep = (data.labels >= 0).nonzero()[:, 0]
+    keep = keep[:: -(-len(keep) // most)]
+    images = data.images[keep.to(data.images.device)] if torch.is_tensor(data.images) else [data.images[i] for i in keep]
+    return data._replace(images=images, labels=data.labels[keep])
+
+
+def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> float:
+    """knn_accuracy on env.device, the test rows shared out over the ranks."""
+    x, y = test_x[env.rank::env.world_size], test_y[env.rank::env.world_size].to(env.device)
+    hits = torch.tensor(knn_accuracy(train_x, train_y.to(env.device), x, y, **options) * len(y) if len(y) else 0.0)
+    if env.world_size > 1:
+        dist.all_reduce(hits)
+    return round(hits.item()) / len(test_y)
+
+
+def embedding_std(z: Tensor) -> float:
+    """Std over rows of the l2-normalised rows of z (N, D), mean over dimensions, times sqrt(D): 1 spread, 0 collapsed."""
+    return F.normalize(z.float(), dim=1).std(0).mean().item() * z.shape[1] ** 0.5
+
+
+def write_file(path, write):
+    """write(file) to a temporary file, then rename: at any moment `path` is the old file or the whole new one."""
+    path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}; free space there or choose another folder") from None
+
+
+def save_checkpoint(path, state: dict):
+    """Write tensors and plain values; a kill at any moment leaves the old file or the new one. OSError if it cannot."""
+    write_file(path, lambda file: torch.save(state, file))
+
+
+def load_checkpoint(path) -> dict:
+    """Read a checkpoint onto the CPU as data: none of its code is run. ValueError if missing, damaged or of another kind."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"no file {path}") from None
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, AttributeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged or not a checkpoint ({str(error)[:60]})") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
+    return state
+
+
+def save_png(path, image: Tensor):
+    """float (3, H, W) in [0, 1] as a PNG file."""
+    data = io.encode_png(image.clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
+    write_file(path, lambda file: file.write(data.numpy().tobytes()))
+
+
+def heatmap(matrix: Tensor) -> Tensor:
+    """(N, N) as a picture (3, H, H): white is 0, red the largest magnitude, blue its negative."""
+    m = (matrix.float() / matrix.abs().max().clamp(min=1e-12)).cpu()
+    m = m.repeat_interleave(1 + 255 // len(m), 0).repeat_interleave(1 + 255 // len(m), 1)
+    return F.pad(torch.stack([1 + m.clamp(max=0), 1 - m.abs(), 1 - m.clamp(min=0)]), (4, 4, 4, 4), value=1)
+
+
+def add_machine_args(parser):
+    """The flags that every program here shares; errors become one line and status 2."""
+    parser.error = lambda message: fail(f"{message}; see --help", 2)
+    add = parser.add_argument
+    add("--data-dir", default="data", help="where the data set is")
+    add("--seed", type=int, default=0, help="of everything random")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    add("--precision", default="auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 where it is faster")
+    add("--workers", type=int, default=4, help="processes that decode large images")
+
+
+def add_run_args(parser):
+    """The flags that all training scripts share. Default None: the data set's recipe says."""
+    def count(text):
+        if int(text) < 1:
+            raise ValueError
+        return int(text)
+
+    def rate(text):
+        if not 0 <= float(text) < math.inf:
+            raise ValueError
+        return float(text)
+
+    def layers(text):
+        return "-".join(str(count(width)) for width in text.split("-"))
+
+    add_machine_args(parser)
+    add = parser.add_argument
+    add("--dataset", default="patterns", choices=DATASETS)
+    add("--out", help="run folder (default runs/SCRIPT-DATASET); the same command again goes on there")
+    add("--image-size", type=count, help="pixels the network sees; up to 64: 3x3 stem (default: the data set's)")
+    add("--arch", choices=("resnet18", "resnet34", "resnet50"))
+    add("--width", type=count, help="channels of the first stage")
+    add("--projector", type=layers, help="widths of its layers, A-B-D")
+    add("--epochs", type=count, help="length of the schedule")
+    add("--batch-size", type=count, help="images per step over all processes")
+    add("--base-lr", type=rate, help="learning rate per 256 images of the batch")
+    add("--weight-decay", type=rate, help="of weights; none on biases and BatchNorm")
+    add("--warmup-epochs", type=rate, help="of linear warm-up")
+    add("--limit-images", type=count, help="keep the first training images only")
+    add("--compile", action="store_true", help="torch.compile the network")
+    add("--save-every", type=count, default=1, help="epochs between checkpoints")
+    add("--eval-every", type=count, help="epochs between k-NN evaluations (default: a twentieth of --epochs)")
+    add("--max-steps", type=count, help="stop after this many steps in all; the schedule stays that of --epochs")
+
+
+def parse_run_args(parser, recipes: dict, argv=None):
+    """The command line over the data set's recipe over the defaults."""
+    parser.set_defaults(**recipes[parser.parse_known_args(argv)[0].dataset])
+    args = parser.parse_args(argv)
+    args.out = args.out or f"runs/{Path(parser.prog).stem}-{args.dataset}"
+    args.eval_every = args.eval_every or max(1, args.epochs // 20)
+    return args
+
+
+# Settings that cannot change the result; the others must be the same for a run to go on in its folder.
+FREE = {"max_steps", "device", "workers", "data_dir", "save_every", "eval_every", "compile", "out"}
+
+
+class Run:
+    """Folder and books of one training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
+
+    views: an Augment per view. picture(z1, z2) -> list of matrices to draw, for one fixed batch in eval mode.
+    `model.backbone` is evaluated; whatever else is to survive a restart lies in model's or optimizer's state_dict."""
+
+    def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, views, picture):
+        self.args, self.env, self.train, self.test, self.model, self.optimizer = args, env, train, test, model, optimizer
+        self.views, self.picture, self.out, n, device = views, picture, Path(args.out), len(train.images), env.device
+        if args.batch_size % env.world_size:
+            fail(f"--batch-size {args.batch_size} does not divide by {env.world_size} processes", 2)
+        if n < args.batch_size:
+            fail(f"{n} training images do not fill one batch; lower --batch-size {args.batch_size}")
+        self.steps_per_epoch = n // args.batch_size
+        self.total_steps = args.epochs * self.steps_per_epoch
+        self.warmup_steps = round(args.warmup_epochs * self.steps_per_epoch)
+        self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
+        self.step, self.sums, self.flying, self.signal, self.initial = 0, {}, [], 0, copy.deepcopy(model.backbone)
+        self.probe = nn.Linear(model.backbone.feature_dim, max(1, len(train.classes))).to(device)
+        self.probe_optimizer = torch.optim.SGD(self.probe.parameters(), lr=0.1, momentum=0.9)
+        self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=self.probe_optimizer)
+        self.resume()
+        alone = SimpleNamespace(rank=0, world_size=1, device=device)
+        self.fixed, _ = next(batches(train, -1, min(args.batch_size, 512), alone, args.seed, views[:2]))
+        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (train.mean, train.std))
+        pairs = torch.stack([x[:32] * std + mean for x in self.fixed], 1).flatten(0, 1)
+        on_rank0(lambda: save_png(self.out / "views.png", utils.make_grid(pairs, nrow=16)), env)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: setattr(self, "signal", number))
+
+    def resume(self):
+        """Check that the folder holds this run, or nothing yet; take up its checkpoint and cut its log there."""
+        settings = {k: v for k, v in vars(self.args).items() if k not in FREE}
+        arguments, checkpoint, log = (self.out / name for name in ("args.json", "checkpoint.pt", "log.jsonl"))
+        try:
+            old = json.loads(arguments.read_text())["settings"] if arguments.exists() else settings
+            state = load_checkpoint(checkpoint) if checkpoint.exists() else {"step": 0, "sums": {}}
+            if old != settings:
+                changed = [k for k in {**old, **settings} if old.get(k) != settings.get(k)]
+                raise ValueError("other settings, " + ", ".join(f"{k}: {old.get(k)}, now {settings.get(k)}" for k in changed))
+            for name, part in self.parts.items() if checkpoint.exists() else ():
+                part.load_state_dict(state[name])
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            fail(f"cannot go on in {self.out}: {error}; choose another --out")
+        self.step, self.sums = state["step"], {k: v.to(self.env.device) for k, v in state["sums"].items()}
+        self.seconds = state.get("seconds", 0.0)
+
+        def write():  # keep the log lines of whole epochs
+            self.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"settings": settings, "all": vars(self.args)}, indent=1)
+            write_file(arguments, lambda file: file.write(text.encode()))
+            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+            whole = self.step // self.steps_per_epoch
+            lines = [line for line in lines if line.endswith("\n") and json.loads(line)["epoch"] <= whole]
+            write_file(log, lambda file: file.write("".join(lines).encode()))
+        if self.step < self.last_step:
+            on_rank0(write, self.env)
+
+    def epochs(self):
+        """The epochs yet to run, the current one included; none if the run is at its end."""
+        if self.step >= self.last_step and self.env.rank == 0:
+            print(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
+        yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
+
+    def batches(self, epoch: int):
+        """(step, views, labels) for the rest of an epoch. After SIGTERM or Ctrl-C: checkpoint and exit 143 or 130."""
+        done, start = self.step - epoch * self.steps_per_epoch, time.perf_counter()
+        bar = tqdm(desc=f"epoch {epoch + 1}/{self.args.epochs}", total=self.steps_per_epoch, initial=done, leave=False,
+                   disable=True if self.env.rank else None)
+        for views, y in batches(self.train, epoch, self.args.batch_size, self.env, self.args.seed, self.views,
+                                self.args.workers, done):
+            stop = torch.tensor(self.signal)
+            if self.env.world_size > 1:  # by gloo between the hosts: no device waits
+                dist.all_reduce(stop, dist.ReduceOp.MAX)
+            if stop:
+                on_rank0(self.save, self.env)
+                if self.env.rank == 0:
+                    print(f"stopped at step {self.step}; the same command continues", file=sys.stderr, flush=True)
+                os._exit(128 + stop.item())
+            yield self.step, views, y
+            self.step += 1
+            bar.update()
+            if self.step == self.last_step:
+                break
+        if self.env.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - start
+        bar.close()
+
+    def log(self, lr: float, loss: Tensor, terms: dict, z: Tensor, h: Tensor, y: Tensor | None):
+        """Book one step, train the online probe on the features h, and stop if the loss is not finite: on CUDA one step
+        late, when its value has arrived, so that the device need not wait."""
+        values, cuda = {"loss": loss.detach(), **terms, "steps": torch.ones((), device=z.device)}, z.is_cuda
+        if y is not None:
+            h, y = h.detach().float(), y.repeat(len(h) // len(y))
+            logits, known = self.probe(h), (y >= 0).sum().clamp(min=1)
+            self.probe_optimizer.zero_grad()
+            (F.cross_entropy(logits, y, ignore_index=-1, reduction="sum") / known).backward()
+            for p in self.probe.parameters() if self.env.world_size > 1 else ():
+                dist.all_reduce(p.grad.div_(self.env.world_size))
+            self.probe_optimizer.step()
+            values["probe_accuracy"] = (logits.argmax(1) == y).sum() / known
+        self.sums = {k: self.sums.get(k, 0) + v for k, v in values.items()}
+        self.lr, self.z, host = lr, z.detach(), torch.empty((), pin_memory=cuda).copy_(loss.detach(), non_blocking=True)
+        self.flying.append((self.step, lr, host, torch.cuda.Event() if cuda else None))
+        if cuda:
+            self.flying[-1][3].record()
+        while len(self.flying) > cuda:
+            self.land()
+
+    def land(self):
+        step, lr, loss, event = self.flying.pop(0)
+        if event:
+            event.synchronize()
+        if not math.isfinite(loss):
+            fail(f"loss is {loss.item()} at step {step}, lr {lr:.3g}; lower --base-lr or lengthen --warmup-epochs. "
+                 f"{self.out} keeps its last good checkpoint")
+
+    def end_epoch(self, epoch: int):
+        """Log line, k-NN, pictures and checkpoint of an epoch, or of the part of it that --max-steps allows."""
+        while self.flying:
+            self.land()
+        whole, final = self.step == (epoch + 1) * self.steps_per_epoch, self.step == self.total_steps
+        row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr, **{k: v.item() for k, v in self.sums.items()}}
+        steps = row.pop("steps")
+        row.update({k: row[k] / steps for k in self.sums if k != "steps"}, embedding_std=embedding_std(self.z),
+                   images_per_s=steps * self.args.batch_size / self.seconds)
+        if whole and ((epoch + 1) % self.args.eval_every == 0 or final) and self.test and self.test.labels is not None:
+            row.update(self.evaluate(final))
+        if whole:
+            self.sums, self.seconds = {}, 0.0
+        on_rank0(lambda: self.write(row, final or self.step == self.last_step or (epoch + 1) % self.args.save_every == 0),
+                 self.env)
+
+    @torch.no_grad()
+    def write(self, row: dict, save: bool):
+        print(json.dumps(row), flush=True)
+        if row["embedding_std"] < 0.1:
+            print(f"warning: embedding_std {row['embedding_std']:.3f} < 0.1: the embeddings collapse", file=sys.stderr)
+        if "knn_pixels" in row:
+            print(f"k-NN (k 20) on {len(self.test.images)} test images: trained {row['knn_accuracy']:.1%}, same network at "
+                  f"initialisation {row['knn_init']:.1%}, raw pixels {row['knn_pixels']:.1%}", flush=True)
+        with open(self.out / "log.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.model.eval()
+        _, z1, z2 = self.model(*self.fixed)
+        self.model.train()
+        pictures = [heatmap(matrix) for matrix in self.picture(z1.float(), z2.float())]
+        save_png(self.out / "affinity.png", torch.cat(pictures, dim=2))
+        if save:
+            self.save()
+
+    def save(self):
+        """checkpoint.pt, all that is needed to go on, and backbone.pt, all that is needed to use the features."""
+        a, cpu = self.args, {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        bad = [k for k, v in parts["model"].items() if not v.isfinite().all()]
+        if bad:
+            raise ValueError(f"{bad[0]} is not finite at step {self.step}, lr {self.lr:.3g}; lower --base-lr")
+        about = dict(arch=a.arch, width=a.width, small_images=self.train.image_size <= 64, mean=list(self.train.mean),
+                     std=list(self.train.std), image_size=self.train.image_size, dataset=a.dataset)
+        save_checkpoint(self.out / "backbone.pt", dict(state_dict=cpu, **about))
+        save_checkpoint(self.out / "checkpoint.pt", dict(step=self.step, sums=self.sums, seconds=self.seconds, **parts, **about))
+
+    def evaluate(self, final: bool) -> dict:
+        """Test accuracy of k-NN and online probe; at the end also of k-NN on the initial network and on pixels."""
+        bank = subset(self.train, 50000)
+        options = (self.env, self.args.precision, self.args.workers)
+
+        def accuracy(bank_x, test_x):
+            return knn(bank_x, bank.labels, test_x, self.test.labels, self.env, k=20)
+
+        test_x = features(self.model.backbone, self.test, *options)
+        row = {"knn_accuracy": accuracy(features(self.model.backbone, bank, *options), test_x)}
+        hits = self.probe(test_x).argmax(1).cpu() == self.test.labels
+        row["probe_test_accuracy"] = hits.float().mean().item()
+        if final and torch.is_tensor(bank.images):
+            row["knn_init"] = accuracy(*(features(self.initial, data, *options) for data in (bank, self.test)))
+            row["knn_pixels"] = accuracy(*((d.images / 255).flatten(1) for d in (bank, self.test)))
+        return row

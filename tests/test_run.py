@@ -1,0 +1,231 @@
+"""Whole training runs as processes of their own: resume, signals, two processes, errors, the files of a run folder."""
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = [p.name for p in sorted(ROOT.glob("*.py")) if p.name not in ("common.py", "linear_eval.py")]
+TINY = ["--width", "4", "--projector", "32-32-8", "--limit-images", "320", "--batch-size", "32", "--epochs", "2",
+        "--eval-every", "9", "--device", "cpu"]  # 10 steps an epoch
+
+
+def start(script, *args, world=1, env=None, **options):
+    """The processes of one run: one without a launcher, or `world` as torchrun would start them."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        launcher = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
+                        MASTER_PORT=port, OMP_NUM_THREADS=1) if world > 1 else {}
+        env_ = {**os.environ, **{k: str(v) for k, v in launcher.items()}, **(env or {})}
+        processes.append(subprocess.Popen([sys.executable, str(ROOT / script), *map(str, args)], env=env_, text=True,
+                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options))
+    return processes
+
+
+def finish(processes, timeout=120):
+    """(exit status, stdout, stderr) of each process."""
+    results = []
+    for p in processes:
+        try:
+            out, err = p.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for q in processes:
+                q.kill()
+            pytest.fail(f"hangs: {p.args}")
+        results.append((p.returncode, out, err))
+    return results
+
+
+def run(script, *args, **options):
+    results = finish(start(script, *args, **options))
+    assert all(status == 0 for status, _, _ in results), results
+    return results
+
+
+def weights(folder):
+    state = torch.load(folder / "checkpoint.pt")  # default options
+    return {**state["model"], **{f"{k}.{n}": v for k, s in state["optimizer"]["state"].items() for n, v in s.items()},
+            **state["probe"]}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    assert [k for k in a if not torch.equal(a[k], b[k])] == []
+
+
+def log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def same_rows(a, b):
+    return [{k: v for k, v in row.items() if k != "images_per_s"} for row in a] == [
+        {k: v for k, v in row.items() if k != "images_per_s"} for row in b]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run to compare with."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run("simtrace.py", *TINY, "--out", folder)
+    return folder
+
+
+def test_run_folder(whole):
+    assert {p.name for p in whole.iterdir()} == {"args.json", "log.jsonl", "checkpoint.pt", "backbone.pt", "views.png",
+                                                 "affinity.png"}
+    rows = log(whole)
+    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 10), (2, 20)]
+    assert {"lr", "loss", "alignment", "images_per_s", "embedding_std", "probe_accuracy"} <= rows[0].keys()
+    assert rows[1]["knn_accuracy"] > 0 and "knn_accuracy" not in rows[0]
+    for name in ("views.png", "affinity.png"):
+        assert torchvision.io.decode_image(str(whole / name)).float().std() > 5
+    for file in ("checkpoint.pt", "backbone.pt"):
+        torch.load(whole / file)
+
+
+def test_a_part_of_the_schedule_then_the_rest(whole, tmp_path):
+    out = tmp_path / "run"
+    first = run("simtrace.py", *TINY, "--out", out, "--max-steps", "13")
+    assert log(out)[-1]["step"] == 13 and log(out)[-1]["epoch"] == 2 and (out / "backbone.pt").exists()
+    again = run("simtrace.py", *TINY, "--out", out, "--max-steps", "13")
+    assert "finished" in again[0][1] and "finished" not in first[0][1]
+    run("simtrace.py", *TINY, "--out", out)
+    assert_same(weights(out), weights(whole))
+    assert same_rows(log(out), log(whole))
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals(whole, tmp_path, number, status):
+    out = tmp_path / "run"
+    (process,) = start("simtrace.py", *TINY, "--out", out)
+    while not (out / "log.jsonl").exists() or not log(out):
+        time.sleep(0.05)
+    process.send_signal(number)
+    ((code, _, err),) = finish([process])
+    assert code == status
+    assert err.startswith("stopped at step") and err.endswith("the same command continues\n") and err.count("\n") == 1
+    run("simtrace.py", *TINY, "--out", out)
+    assert_same(weights(out), weights(whole))
+
+
+def test_sigkill_at_any_moment(whole, tmp_path):
+    out, moments = tmp_path / "run", random.Random(0)
+    for _ in range(3):
+        (process,) = start("simtrace.py", *TINY, "--out", out)
+        while process.poll() is None and not (out / "args.json").exists():
+            time.sleep(0.05)
+        time.sleep(moments.uniform(0.2, 2.5))
+        process.kill()
+        finish([process])
+        if (out / "checkpoint.pt").exists():
+            torch.load(out / "checkpoint.pt")
+    run("simtrace.py", *TINY, "--out", out)
+    assert_same(weights(out), weights(whole))
+    assert same_rows(log(out), log(whole))
+    assert not [p for p in out.iterdir() if p.name.startswith(".")]
+
+
+def test_two_processes(tmp_path):
+    out = tmp_path / "run"
+    finish_2 = run("simtrace.py", *TINY, "--out", out, "--max-steps", "13", world=2)
+    assert finish_2[1][1] == ""  # only rank 0 speaks
+    run("simtrace.py", *TINY, "--out", out, world=2)
+    run("simtrace.py", *TINY, "--out", tmp_path / "whole", world=2)
+    assert_same(weights(out), weights(tmp_path / "whole"))
+
+
+def test_sigterm_at_two_processes(tmp_path):
+    processes = start("simtrace.py", *TINY, "--out", tmp_path / "run", "--epochs", "50", world=2)
+    while not (tmp_path / "run" / "log.jsonl").exists() or not log(tmp_path / "run"):
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)  # one alone is enough
+    results = finish(processes)
+    assert [r[0] for r in results] == [143, 143]
+    assert results[0][2].startswith("stopped at step") and results[1][2] == ""
+
+
+def test_no_launcher_is_torchrun_with_one_process(whole, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(ROOT / "simtrace.py")]
+    subprocess.run([*torchrun, *TINY, "--out", str(tmp_path / "run"), "--max-steps", "20"], check=True, timeout=120,
+                   capture_output=True)
+    assert_same(weights(tmp_path / "run"), weights(whole))
+
+
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+def assert_refused(results, status, *words):
+    for code, _, err in results:
+        assert code == status, results
+        assert "Traceback" not in err
+    err = results[0][2]
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert all(w in err for w in words), err
+    assert all(r[2] == "" for r in results[1:])
+
+
+@WORLDS
+@pytest.mark.parametrize("args, status, words", [
+    (["--no-such-flag"], 2, ["--no-such-flag"]),
+    (["--dataset", "mnist"], 2, ["mnist"]),
+    (["--batch-size", "0"], 2, ["--batch-size"]),
+    (["--base-lr", "nan"], 2, ["--base-lr"]),
+    (["--projector", "32-x-8"], 2, ["--projector"]),
+    (["--projector", "32-32-64"], 2, ["64", "32"]),  # D >= 2N
+    (["--batch-size", "321"], {1: 1, 2: 2}, ["321"]),  # more than the images; does not divide by two
+    (["--device", "cuda"], 2, ["cuda"]),
+    (["--device", "mps"], 2, ["mps"]),
+    (["--dataset", "folder", "--data-dir", "/no/such"], 1, ["/no/such"]),
+    (["--base-lr", "1e30"], 1, ["step", "lr", "loss"]),
+])
+def test_errors(tmp_path, world, args, status, words):
+    if "cuda" in args and torch.cuda.is_available() or "mps" in args and torch.backends.mps.is_available():
+        return
+    results = finish(start("simtrace.py", *TINY, "--out", tmp_path / "run", *args, world=world), timeout=60)
+    assert_refused(results, status[world] if isinstance(status, dict) else status, *words)
+
+
+@WORLDS
+def test_other_settings_and_damaged_files_are_refused(whole, tmp_path, world):
+    out = tmp_path / "run"
+    run("simtrace.py", *TINY, "--out", out, "--max-steps", "2")
+    before = (out / "checkpoint.pt").read_bytes()
+    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, "--base-lr", "7", world=world)), 1, "base_lr", "7")
+    assert (out / "checkpoint.pt").read_bytes() == before
+    (out / "checkpoint.pt").write_bytes(before[:5000])
+    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, world=world)), 1, "checkpoint.pt")
+    torch.save({"step": 2, "sums": {}, "model": {"strange": torch.zeros(1)}}, out / "checkpoint.pt")
+    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, world=world)), 1, str(out))
+    (out / "args.json").write_text("{")
+    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, world=world)), 1, str(out))
+
+
+def test_not_finite_keeps_the_last_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    run("simtrace.py", *TINY, "--out", out, "--max-steps", "2", "--seed", "1")
+    good = weights(out)
+    state = torch.load(out / "checkpoint.pt")
+    state["model"]["projector.0.weight"].fill_(float("inf"))
+    torch.save(state, out / "checkpoint.pt")
+    before = (out / "checkpoint.pt").read_bytes()
+    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, "--seed", "1")), 1, "loss is nan at step 2", "lr")
+    assert (out / "checkpoint.pt").read_bytes() == before and all(v.isfinite().all() for v in good.values())
+
+
+def test_default_warnings_are_not_ours(tmp_path):
+    """No deprecated call: warnings raised by our own modules are errors."""
+    flags = [x for m in ("__main__", "common") for c in ("Future", "Deprecation") for x in ("-W", f"error::{c}Warning:{m}")]
+    subprocess.run([sys.executable, *flags, str(ROOT / "simtrace.py"), *TINY, "--out", str(tmp_path), "--max-steps", "2"],
+                   check=True, timeout=120, capture_output=True)

@@ -1,0 +1,109 @@
+"""SimTrace's loss against the paper's N x N form in float64, closed forms, invariances, gradients."""
+import numpy as np
+import pytest
+import torch
+
+from simtrace import simtrace_loss
+
+SIZES = [(8, 3), (20, 7), (5, 2)]  # (N, D), N != D
+
+
+def views(n, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    z1 = torch.randn(n, d, generator=generator, dtype=torch.float64) @ torch.randn(d, d, generator=generator, dtype=torch.float64)
+    return z1 + 3, 0.5 * z1 + torch.randn(n, d, generator=generator, dtype=torch.float64)
+
+
+def slow_loss(z1, z2, eps):
+    """Eq. 3 as it is written: the whole N x N affinity of the whitened views, entry by entry, and its trace."""
+    z1, z2 = z1.numpy(), z2.numpy()
+    n, d = z1.shape
+    mu, S = np.zeros(d), eps * np.eye(d)
+    for row in [*z1, *z2]:
+        mu += row / (2 * n)
+    for row in [*z1, *z2]:
+        S += np.outer(row - mu, row - mu) / (2 * n)
+    inverse = np.linalg.inv(S)
+    A = np.zeros((n, n))
+    for i in range(n):
+        for j in range(n):
+            A[i, j] = (z1[i] - mu) @ inverse @ (z2[j] - mu)
+    return -np.trace(A) / (2 * n)
+
+
+@pytest.mark.parametrize("n, d", SIZES)
+@pytest.mark.parametrize("eps", [0.0, 1e-4, 0.3])
+def test_equals_the_slow_form(n, d, eps):
+    z1, z2 = views(n, d)
+    assert simtrace_loss(z1, z2, eps).item() == pytest.approx(slow_loss(z1, z2, eps), rel=1e-10)
+
+
+@pytest.mark.parametrize("n, d", SIZES)
+def test_closed_forms(n, d):
+    z1, z2 = views(n, d)
+    assert simtrace_loss(z1, z1, eps=0.0).item() == pytest.approx(-d / 2, abs=1e-9)
+    centred = z1 - z1.mean(0)
+    assert simtrace_loss(centred, -centred, eps=0.0).item() == pytest.approx(d / 2, abs=1e-9)
+    assert -d / 2 <= simtrace_loss(z1, z2, eps=0.0).item() <= d / 2
+
+
+def test_by_hand():
+    # D = 1: mu = 0, S = (1 + 1 + 4 + 4) / 4 = 2.5, trace = 1 * 2 + (-1) * (-2) = 4, loss = -4 / 2.5 / 4
+    z1, z2 = torch.tensor([[1.0], [-1.0]]), torch.tensor([[2.0], [-2.0]])
+    assert simtrace_loss(z1, z2, eps=0.0).item() == pytest.approx(-0.4, abs=1e-6)
+
+
+def test_invariances():
+    z1, z2 = views(12, 4)
+    loss = simtrace_loss(z1, z2, eps=0.0).item()
+    linear = torch.tensor(np.random.default_rng(0).normal(size=(4, 4))) + 3 * torch.eye(4)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    assert simtrace_loss(z1 @ linear + 7, z2 @ linear + 7, eps=0.0).item() == pytest.approx(loss, abs=1e-9)
+    assert simtrace_loss(z1[order], z2[order], eps=0.0).item() == pytest.approx(loss, abs=1e-12)
+    assert simtrace_loss(z2, z1, eps=0.0).item() == pytest.approx(loss, abs=1e-12)
+    assert abs(simtrace_loss(z1, z2[order], eps=0.0).item() - loss) > 0.1  # the pairing does matter
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-2])
+def test_gradcheck(eps):
+    z1, z2 = (z.requires_grad_() for z in views(6, 3))
+    assert torch.autograd.gradcheck(lambda a, b: simtrace_loss(a, b, eps), (z1, z2))
+
+
+def test_detach_cov_is_the_gradient_at_constant_mu_and_s():
+    """With mu and S constant the loss is bilinear: d loss / d z1 = -(z2 - mu) S^-1 / (2N)."""
+    z1, z2 = views(9, 4)
+    z1.requires_grad_()
+    simtrace_loss(z1, z2, eps=1e-3, detach_cov=True).backward()
+    Z = np.concatenate([z1.detach().numpy(), z2.numpy()])
+    S = np.cov(Z.T, bias=True) + 1e-3 * np.eye(4)
+    expected = -(z2.numpy() - Z.mean(0)) @ np.linalg.inv(S) / 18
+    np.testing.assert_allclose(z1.grad.numpy(), expected, rtol=1e-9)
+    full = z1.detach().clone().requires_grad_()
+    simtrace_loss(full, z2, eps=1e-3).backward()
+    assert not torch.allclose(full.grad, z1.grad, rtol=0.1)
+    assert simtrace_loss(z1, z2, 1e-3, True).item() == pytest.approx(simtrace_loss(z1, z2, 1e-3).item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("z", [torch.ones(8, 4), torch.zeros(8, 4), torch.randn(4, 16), torch.randn(1, 1).repeat(6, 3)])
+def test_singular_covariance_is_finite(z):
+    z1, z2 = z.clone().requires_grad_(), z.clone().requires_grad_()
+    loss = simtrace_loss(z1, z2)
+    loss.backward()
+    assert loss.isfinite() and z1.grad.isfinite().all() and z2.grad.isfinite().all()
+
+
+def test_bad_input_gives_nan_and_not_an_exception():
+    z = torch.randn(8, 4)
+    z[0, 0] = torch.nan
+    assert simtrace_loss(z, z).isnan()
+    assert simtrace_loss(torch.ones(8, 4), torch.ones(8, 4), eps=-1.0).isnan()  # S is not positive definite
+
+
+def test_half_precision_input_is_computed_in_float32():
+    z1, z2 = (z.to(torch.bfloat16) for z in views(32, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = simtrace_loss(z1, z2)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(slow_loss(z1.double(), z2.double(), 1e-4), rel=1e-3)
+    assert simtrace_loss(z1.double(), z2.double()).dtype == torch.float64
