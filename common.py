@@ -1,12 +1,14 @@
-"""What every method script needs and a reader of the paper would skip: processes and errors, ResNet, LARS, learning
-rate, augmentation, data sets, k-NN, checkpoints, the run folder. Nothing here knows a method: losses, projectors,
-recipes and the training loop are in the scripts. A function can be copied out with the imports it uses."""
+"""What every method script needs and a reader of the paper would skip: processes and errors, ResNet, LARS,
+learning rate, augmentation, data sets, k-NN, checkpoints, the run folder. Nothing here knows a method: losses,
+projectors, recipes and the training loop are in the scripts. Each function can be copied out with its imports."""
+import atexit
 import copy
 import hashlib
 import json
 import math
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision import datasets, io, utils
+from torchvision import datasets, utils
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.transforms import v2
 from tqdm import tqdm
@@ -33,23 +35,26 @@ def fail(message, status: int = 1):
 
 
 def init_distributed(device: str = "auto") -> SimpleNamespace:
-    """Join torchrun's process group, if there is one: `.rank .world_size .device`. Status 2 where the device is absent."""
-    rank, world_size, local_rank = (int(os.environ.get(k, d)) for k, d in
+    """Join torchrun's process group, if there is one. Returns `.rank .world_size .device`; status 2 for a device
+    that is not there. CUDA tensors travel by nccl, CPU tensors by gloo."""
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in
                                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     count = {"cpu": here, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if device == "auto":
         device = "cuda" if count["cuda"] else "mps" if count["mps"] and world_size == 1 else "cpu"
     if here > count[device]:
-        fail(f"--device {device}: {here} process(es) here and {count[device]} such device(s); use --device cpu", 2)
+        fail(f"--device {device}: {here} process(es) here, {count[device]} such device(s); use --device cpu", 2)
     if device == "cuda":
         device = f"cuda:{local_rank}"
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        atexit.register(dist.destroy_process_group)
 
     def hook(kind, error, trace):  # a process whose peer has died leaves quietly: the peer said why
-        if kind is not KeyboardInterrupt and not (world_size > 1 and "onnection" in str(error)):
+        lost = world_size > 1 and re.search("[Cc]onnection|Broken pipe|recvValue", str(error))
+        if kind is not KeyboardInterrupt and not lost:
             sys.__excepthook__(kind, error, trace)
         os._exit(130 if kind is KeyboardInterrupt else 1)
     sys.excepthook = hook
@@ -62,7 +67,7 @@ def on_rank0(function, env: SimpleNamespace, hint: str = ""):
     if env.rank == 0:
         try:
             value = function()
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        except (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError) as error:
             message = [f"{hint} ({error})" if hint else str(error)]
     if env.world_size > 1:
         dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
@@ -83,24 +88,26 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(z: Tensor) -> Tensor:
-    """All ranks' rows (N / world, D) -> (N, D) in rank order, with gradient. Each rank computes the same global loss,
-    so backward sums over ranks: with DDP's mean over ranks, the exact gradient of the global loss."""
+    """All ranks' rows, (N / world, D) -> (N, D) in rank order, with gradient; z itself without a process group.
+    Each rank computes the same global loss, so backward sums over ranks, and DDP's mean over ranks then gives the
+    exact gradient of the global loss."""
     return _Gather.apply(z.contiguous()) if dist.is_initialized() else z
 
 
 def seed_for(*numbers) -> int:
-    """A hash of the numbers (run seed, epoch, batch, rank): streams that never overlap, and no state to save."""
+    """A hash of the numbers (run seed, epoch, batch, rank): streams that never overlap, no state to save."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def resnet(arch: str = "resnet18", width: int = 64, small_images: bool = True) -> nn.Sequential:
-    """ResNet without `fc`: (N, 3, H, W) -> pooled features (N, .feature_dim); torchvision's blocks and state-dict keys.
-    small_images: 3x3 stride-1 stem, no max-pool."""
+    """ResNet without `fc`: images (N, 3, H, W) -> pooled features (N, .feature_dim), with torchvision's blocks and
+    state-dict keys. small_images: 3x3 stride-1 stem, no max-pool."""
     block, depths = {"resnet18": (BasicBlock, (2, 2, 2, 2)), "resnet34": (BasicBlock, (3, 4, 6, 3)),
                      "resnet50": (Bottleneck, (3, 4, 6, 3))}[arch]
     kernel, stride = (3, 1) if small_images else (7, 2)
-    net = OrderedDict(conv1=nn.Conv2d(3, width, kernel, stride, kernel // 2, bias=False), bn1=nn.BatchNorm2d(width),
-                      relu=nn.ReLU(True), maxpool=nn.Identity() if small_images else nn.MaxPool2d(3, 2, 1))
+    net = OrderedDict(conv1=nn.Conv2d(3, width, kernel, stride, kernel // 2, bias=False),
+                      bn1=nn.BatchNorm2d(width), relu=nn.ReLU(True),
+                      maxpool=nn.Identity() if small_images else nn.MaxPool2d(3, 2, 1))
     channels = width
     for i, depth in enumerate(depths):
         blocks, out = [], width * 2**i * block.expansion
@@ -127,20 +134,22 @@ def distribute(model: nn.Module, env: SimpleNamespace, compile: bool = False) ->
 
 
 def autocast(device: torch.device, precision: str = "auto") -> torch.autocast:
-    """bf16 autocast or none; auto takes it where the hardware itself multiplies bf16, which is where it is faster."""
+    """bf16 autocast, or none; auto takes it where the hardware multiplies bf16 itself and so is faster with it."""
     if precision == "auto" and device.type == "cuda":
         precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     elif precision == "auto" and device.type == "cpu":
-        precision = "bf16" if any(torch.cpu.get_capabilities().get(k) for k in ("avx512_bf16", "amx_bf16")) else "fp32"
+        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        precision = "bf16" if able.get("avx512_bf16") or able.get("amx_bf16") else "fp32"
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum, each tensor's step scaled to its norm (You et al., arXiv 1708.03888): ratio = eta |p| / |g + wd p|
-    (1 where either norm is 0); buffer = momentum buffer + ratio (g + wd p); p -= lr buffer. Parameters with ndim <= 1
-    (biases, BatchNorm) get neither ratio nor weight decay."""
+    """SGD with momentum, each tensor's step scaled to its norm (You et al., arXiv 1708.03888).
 
-    def __init__(self, params, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, eta: float = 0.001):
+    ratio = eta |p| / |g + wd p|, or 1 where either norm is 0; buffer = momentum buffer + ratio (g + wd p);
+    p -= lr buffer. Parameters with ndim <= 1 (biases, BatchNorm) get neither ratio nor weight decay."""
+
+    def __init__(self, params, lr: float, momentum=0.9, weight_decay=0.0, eta=0.001):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, eta=eta))
 
     @torch.no_grad()
@@ -159,7 +168,7 @@ class LARS(torch.optim.Optimizer):
         return loss
 
 
-def cosine_lr(step: int, total_steps: int, base_lr: float, warmup_steps: int = 0, final_lr: float = 0.0) -> float:
+def cosine_lr(step: int, total_steps: int, base_lr: float, warmup_steps=0, final_lr=0.0) -> float:
     """Learning rate of step 0 .. total_steps - 1: linear warm-up that ends on base_lr, then half a cosine."""
     if step < warmup_steps:
         return base_lr * (step + 1) / warmup_steps
@@ -169,7 +178,7 @@ def cosine_lr(step: int, total_steps: int, base_lr: float, warmup_steps: int = 0
 
 @torch.no_grad()
 def ema_update(target: nn.Module, online: nn.Module, momentum: float):
-    """target = momentum target + (1 - momentum) online for parameters; buffers (BatchNorm statistics) are copied."""
+    """target = momentum target + (1 - momentum) online, for parameters; buffers (BatchNorm's) are copied."""
     for t, o in zip(target.parameters(), online.parameters(), strict=True):
         t.mul_(momentum).add_(o, alpha=1 - momentum)
     for t, o in zip(target.buffers(), online.buffers(), strict=True):
@@ -177,13 +186,16 @@ def ema_update(target: nn.Module, online: nn.Module, momentum: float):
 
 
 class Augment:
-    """uint8 batch (B, 3, H, W) -> float32 (B, 3, size, size), normalised: RandomResizedCrop, flip, ColorJitter, grayscale,
-    Gaussian blur (kernel about size / 10, odd), solarize as torchvision's on float images, each image with its own draws
-    from the device's default generator. Only ColorJitter's order of operations is drawn once per call, not per image.
+    """uint8 batch (B, 3, H, W) -> float32 (B, 3, size, size), normalised: SimCLR's augmentation on any device.
+
+    RandomResizedCrop, flip, ColorJitter, grayscale, Gaussian blur (odd kernel, about size / 10), solarize as
+    torchvision's on float images, with draws of its own for each image from the device's default generator. One
+    deviation: the order of ColorJitter's operations is drawn once per call, not per image.
     crop=False takes images that were cropped to `size` already."""
 
-    def __init__(self, size: int, crop_scale=(0.2, 1.0), flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2,
-                 blur_sigma=(0.1, 2.0), blur_p=0.5, solarize_p=0.0, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)):
+    def __init__(self, size: int, crop_scale=(0.2, 1.0), flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8,
+                 gray_p=0.2, blur_sigma=(0.1, 2.0), blur_p=0.5, solarize_p=0.0,
+                 mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)):
         self.size, self.crop_scale, self.flip, self.jitter, self.jitter_p = size, crop_scale, flip, jitter, jitter_p
         self.gray_p, self.blur_sigma, self.blur_p, self.solarize_p = gray_p, blur_sigma, blur_p, solarize_p
         self.mean, self.std = mean, std
@@ -191,7 +203,7 @@ class Augment:
     def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
         order = torch.randperm(4).tolist()
         out = torch.empty(len(images), self.size, self.size, 3, device=images.device).permute(0, 3, 1, 2)
-        part = 256 if images.device.type == "cpu" else max(1, len(images))  # what a CPU's cache holds at 32x32
+        part = 256 if images.device.type == "cpu" else max(1, len(images))  # at 32x32, what a CPU's cache holds
         for x, result in zip(images.split(part), out.split(part)):
             result.copy_(self.augment(x, order, crop).transpose(0, 1))
         return out
@@ -209,7 +221,8 @@ class Augment:
         x = crop_and_flip(images, *box, self.size, chosen(self.flip))
         if self.jitter_p > 0:
             on = chosen(self.jitter_p)
-            brightness, contrast, saturation = (uniform(max(0, 1 - s), 1 + s).where(on, 1) for s in self.jitter[:3])
+            brightness, contrast, saturation = (
+                uniform(max(0, 1 - s), 1 + s).where(on, 1) for s in self.jitter[:3])
             hue = uniform(-self.jitter[3], self.jitter[3]).where(on, 0)
             for operation in order:
                 if operation == 0:
@@ -231,7 +244,7 @@ class Augment:
 
 
 def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 / 3)) -> list[Tensor]:
-    """top, left, height, width (n, 1, 1) in whole pixels as RandomResizedCrop draws them: 10 tries, then the centre."""
+    """top, left, height, width, each (n, 1, 1), as RandomResizedCrop draws them: 10 tries, then the centre."""
     area = height * width * torch.empty(n, 10, device=device).uniform_(*scale)
     aspect = torch.empty(n, 10, device=device).uniform_(math.log(ratio[0]), math.log(ratio[1])).exp_()
     w, h = (area * aspect).sqrt_().round_(), (area / aspect).sqrt_().round_()
@@ -245,9 +258,9 @@ def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 /
 
 
 def crop_and_flip(images: Tensor, top, left, height, width, size: int, flip: Tensor) -> Tensor:
-    """uint8 (B, 3, H, W) -> (3, B, size, size) in [0, 1]. Resizing is linear in rows and in columns, so each image's crop
-    is two small matrices (flipping reverses one of them) and the batch's two batched products."""
-    def resize(start, length, pixels):  # (B, size, pixels): antialiased bilinear, nothing from outside the box
+    """uint8 (B, 3, H, W) -> (3, B, size, size) in [0, 1]. Resizing is linear in rows and in columns, so the crop of
+    an image is two small matrices (flipping reverses one), and those of a batch are two batched products."""
+    def resize(start, length, pixels):  # (B, size, pixels): bilinear, antialiased, blind outside the box
         centre = start + (torch.arange(size, device=images.device)[:, None] + 0.5) * (length / size)
         pixel = torch.arange(pixels, device=images.device) + 0.5
         weight = (1 - (pixel - centre).abs_() / (length / size).clamp(min=1)).clamp_(min=0)
@@ -257,7 +270,7 @@ def crop_and_flip(images: Tensor, top, left, height, width, size: int, flip: Ten
     n, _, h, w = images.shape
     rows, columns = resize(top, height, h), resize(left, width, w)
     columns = torch.where(flip, columns.flip(1), columns)
-    x = images.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(255)  # (B, H, 3, W)
+    x = images.transpose(1, 2).contiguous().float().div_(255)  # (B, H, 3, W)
     x = (rows @ x.view(n, h, 3 * w)).view(n, size * 3, w) @ columns.transpose(1, 2)
     return x.view(n, size, 3, size).permute(2, 0, 1, 3).contiguous()
 
@@ -272,18 +285,18 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     red, green, blue = x
     value = x.amax(0)
     chroma = (value - x.amin(0)).clamp_(min=1e-12)
-    hue = torch.where(value == green, torch.add(blue - red, chroma, alpha=2), torch.add(red - green, chroma, alpha=4))
+    hue = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
     hue = torch.where(value == red, green - blue, hue).div_(chroma).add_(6 * shift)  # in sixths of a turn
     k = hue + torch.tensor([5.0, 3.0, 1.0], device=x.device).view(3, 1, 1, 1)
-    k.sub_((k / 6).floor_(), alpha=6).sub_(2).abs_()  # |k mod 6 - 2|; a channel is V - chroma clamp(2 - that, 0, 1)
+    k.sub_((k / 6).floor_(), alpha=6).sub_(2).abs_()  # |k mod 6 - 2|: a channel is V - chroma clamp(2 - it, 0, 1)
     return k.sub_(2).clamp_(-1, 0).mul_(chroma).add_(value)
 
 
 def blur(x: Tensor, sigma: Tensor, taps: int) -> Tensor:
-    """Separable Gaussian blur of (3, B, H, W), reflected at the border; sigma (B, 1, 1), 0 changes nothing."""
+    """Gaussian blur of (3, B, H, W), reflected at the border; sigma (B, 1, 1), where 0 changes nothing."""
     r = taps // 2
     weight = torch.exp(-0.5 * (torch.arange(r + 1, device=x.device) / sigma.clamp(min=0.01)) ** 2)
-    weight = (weight / (2 * weight.sum(2, keepdim=True) - 1)).split(1, dim=2)  # the centre's and one side's, (B, 1, 1)
+    weight = (weight / (2 * weight.sum(2, keepdim=True) - 1)).split(1, dim=2)  # of the centre and one side
     for dim, pad in ((2, (0, 0, r, r)), (3, (r, r, 0, 0))):
         padded, size, x = F.pad(x, pad, mode="reflect"), x.shape[dim], x * weight[0]
         for d in range(1, r + 1):
@@ -292,68 +305,76 @@ def blur(x: Tensor, sigma: Tensor, taps: int) -> Tensor:
 
 
 DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "tinyimagenet", "imagenet100", "imagenet", "folder")
-Images = namedtuple("Images", "images labels classes mean std image_size")
-Images.__doc__ = """images: uint8 (N, 3, H, W), or a list of files where they are large; labels: int64 (N,), -1 unknown, or
-None; classes: names; mean, std: per channel, of [0, 1] pixels; image_size: pixels of a side that the network sees."""
-STATS = {"patterns": ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)), "stl10": ((0.447, 0.440, 0.407), (0.260, 0.257, 0.271)),
+STATS = {"patterns": ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
          "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
          "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-         "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
-PATTERNS = {  # ink where the field is positive; a, b turned and scaled x, y; r, t polar; k in [1, 4), one per image
-    "stripes": lambda a, b, r, t, k: a.sin(), "checks": lambda a, b, r, t, k: 2 * a.sin() * b.sin(),
-    "dots": lambda a, b, r, t, k: a.cos() + b.cos() - 0.8, "rings": lambda a, b, r, t, k: r.sin(),
-    "zigzag": lambda a, b, r, t, k: (a + 2.5 * b.sin().asin()).sin(), "spirals": lambda a, b, r, t, k: (r + k.floor() * t).sin(),
-    "grid": lambda a, b, r, t, k: torch.maximum(a.cos(), b.cos()) - 0.8, "rays": lambda a, b, r, t, k: (t * (k + 3).floor()).sin(),
-    "bricks": lambda a, b, r, t, k: 0.8 - torch.maximum((a / 2 + b.div(math.tau).floor() * math.pi / 2).cos().abs(), b.cos()),
-    "blobs": lambda a, b, r, t, k: sum((0.8 * (a * (i * k).cos() + b * (i * k).sin()) + i * i * k).sin() for i in range(6)) / 1.5}
+         "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # the rest take imagenet's
+# images: uint8 (N, 3, H, W), or a list of files where they are large; labels: int64 (N,), -1 unknown, or None;
+# classes: names; mean, std: per channel of [0, 1] pixels; image_size: pixels of a side that the network sees
+Images = namedtuple("Images", "images labels classes mean std image_size")
+PATTERNS = {  # there is ink where the field is positive; a, b: turned and scaled x, y; k in [1, 4), one per image
+    "stripes": lambda a, b, k: a.sin(),
+    "checks": lambda a, b, k: 2 * a.sin() * b.sin(),
+    "dots": lambda a, b, k: a.cos() + b.cos() - 0.8,
+    "rings": lambda a, b, k: torch.hypot(a, b).sin(),
+    "zigzag": lambda a, b, k: (a + 2.5 * b.sin().asin()).sin(),
+    "spirals": lambda a, b, k: (torch.hypot(a, b) + k.floor() * torch.atan2(b, a)).sin(),
+    "grid": lambda a, b, k: torch.maximum(a.cos(), b.cos()) - 0.8,
+    "rays": lambda a, b, k: ((k + 3).floor() * torch.atan2(b, a)).sin(),
+    "bricks": lambda a, b, k: 0.8 - torch.maximum(
+        (a / 2 + (b / math.tau).floor() * math.pi / 2).cos().abs(), b.cos()),
+    "blobs": lambda a, b, k: sum(
+        (0.8 * (a * (i * k).cos() + b * (i * k).sin()) + i * i * k).sin() for i in range(6)) / 1.5}
 
 
 def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
-    """uint8 (N, 3, 32, 32), labels (N,): 10,000 train or 2,000 test images, generated, always the same. The class is the
-    kind of pattern; colours, scale, angle, position, warp and noise vary freely."""
-    n, generator = (10000, torch.Generator().manual_seed(1)) if train else (2000, torch.Generator().manual_seed(2))
+    """uint8 (N, 3, 32, 32) and labels (N,): 10,000 train or 2,000 test images, generated, always the same. The class
+    is the kind of pattern; colours, scale, angle, position, warp and noise vary freely."""
+    n, generator = 10000 if train else 2000, torch.Generator().manual_seed(int(train))
 
     def uniform(low, high, *shape):
         return torch.rand(n, *shape, generator=generator) * (high - low) + low
 
-    y, x = (v.expand(n, 32, 32) for v in torch.meshgrid(torch.arange(32) - 15.5, torch.arange(32) - 15.5, indexing="ij"))
+    y, x = torch.meshgrid(torch.arange(32) - 15.5, torch.arange(32) - 15.5, indexing="ij")
     x = x + uniform(-12, 12, 1, 1) + uniform(0, 2.5, 1, 1) * (y / 5 + uniform(0, math.tau, 1, 1)).sin()
     y = y + uniform(-12, 12, 1, 1) + uniform(0, 2.5, 1, 1) * (x / 5 + uniform(0, math.tau, 1, 1)).sin()
     angle, scale = uniform(0, math.tau, 1, 1), math.tau / uniform(5, 13, 1, 1)
-    a, b = scale * (angle.cos() * x + angle.sin() * y), scale * (angle.cos() * y - angle.sin() * x)
-    plane = (a, b, torch.hypot(a, b), torch.atan2(b, a), uniform(1, 4, 1, 1))
+    cos, sin = scale * angle.cos(), scale * angle.sin()
+    plane = cos * x + sin * y, cos * y - sin * x, uniform(1, 4, 1, 1)
     field = torch.empty(n, 1, 32, 32)
     for i, pattern in enumerate(PATTERNS.values()):
         field[i::10, 0] = pattern(*(v[i::10] for v in plane))
-    ink = (4 * torch.where(uniform(0, 1, 1, 1, 1) < 0.5, field, -field)).sigmoid()
+    ink = field.mul_(torch.where(uniform(0, 1, 1, 1, 1) < 0.5, 4.0, -4.0)).sigmoid_()
     image = uniform(0, 0.45, 3, 1, 1).lerp(uniform(0.55, 1, 3, 1, 1), ink)
-    image += uniform(0, 0.15, 1, 1, 1) * torch.randn(image.shape, generator=generator)
-    return image.clamp(0, 1).mul(255).round().to(torch.uint8), torch.arange(n) % 10
+    image += uniform(0, 0.2, 1, 1, 1) * torch.randn(n, 1, 32, 32, generator=generator)
+    return image.clamp_(0, 1).mul_(255).round_().to(torch.uint8), torch.arange(n) % 10
 
 
 def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
-    """Image files below `folder`, sorted; labels by its sub-folders, None if an image lies in it directly; class names."""
-    names = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS)
-    names = [p for p in names if not any(part.startswith(".") for part in p.parts)]
-    if not names:
-        fail(f"no images in {folder}; put them there (class sub-folders, or all in one) or name another --data-dir")
-    classes = sorted({p.parts[0] for p in names})
-    labels = torch.tensor([classes.index(p.parts[0]) for p in names]) if all(len(p.parts) > 1 for p in names) else None
-    return [str(folder / p) for p in names], labels, classes if labels is not None else []
+    """Image files below `folder`, sorted; labels by sub-folder, None if an image lies in `folder` itself; classes."""
+    files = sorted(p.relative_to(folder) for p in folder.rglob("*")
+                   if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS)
+    files = [p for p in files if not any(part.startswith(".") for part in p.parts)]
+    if not files:
+        fail(f"no images in {folder}; put them there, in class sub-folders or all in one, or change --data-dir")
+    classes = {name: i for i, name in enumerate(sorted({p.parts[0] for p in files if len(p.parts) > 1}))}
+    labelled = all(len(p.parts) > 1 for p in files)
+    labels = torch.tensor([classes[p.parts[0]] for p in files]) if labelled else None
+    return [str(folder / p) for p in files], labels, list(classes) if labelled else []
 
 
 def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNamespace | None = None,
-                image_size: int | None = None, limit: int | None = None, unlabelled: bool = False) -> Images | None:
-    """Training or test split; None for a folder without test split. Small images (up to 64 px, stl10) come as one tensor
-    on env.device, large ones as files. limit: keep the first images only; unlabelled: stl10 with its unlabelled ones.
-    Only rank 0 downloads (cifar10, cifar100, stl10)."""
+                image_size: int | None = None, limit: int | None = None, unlabelled=False) -> Images | None:
+    """Training or test split; None for a folder without test split. Small images (up to 64 px, stl10) come as one
+    tensor on env.device, large ones as files. limit: keep the first images only; unlabelled: stl10 with its
+    unlabelled images. Only rank 0 downloads (cifar10, cifar100, stl10)."""
     root, env = Path(data_dir), env or SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     if name == "patterns":
         images, labels, classes = *patterns(train), list(PATTERNS)
     elif name in ("cifar10", "cifar100", "stl10"):
-        kind = getattr(datasets, name.upper())
-        split = dict(train=train) if name != "stl10" else dict(
-            split="test" if not train else "train+unlabeled" if unlabelled else "train")
+        kind, split = getattr(datasets, name.upper()), dict(train=train)
+        if name == "stl10":
+            split = dict(split="test" if not train else "train+unlabeled" if unlabelled else "train")
         socket.setdefaulttimeout(20)
         hint = f"{name} is not in {root} and cannot be downloaded; put {kind.base_folder} there"
         data = on_rank0(lambda: kind(root, download=True, **split), env, hint) or kind(root, **split)
@@ -375,15 +396,16 @@ def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNames
             images, labels, test_classes = find_images(splits[1])
             if test_classes != classes:
                 fail(f"{splits[0]} and {splits[1]} hold different classes")
-        images = read_small(images[:limit], image_size) if not name.startswith("imagenet") else images
+        if not name.startswith("imagenet"):
+            images = read_small(images[:limit], image_size)
     images, labels = images[:limit], None if labels is None else labels[:limit]
     images = images.to(env.device) if torch.is_tensor(images) else images
-    size = image_size or {"stl10": 64, "tinyimagenet": 64}.get(name, 32 if torch.is_tensor(images) else 224)
-    return Images(images, labels, classes, *STATS.get(name, STATS["imagenet"]), size)
+    size = {"stl10": 64, "tinyimagenet": 64}.get(name, 32 if torch.is_tensor(images) else 224)
+    return Images(images, labels, classes, *STATS.get(name, STATS["imagenet"]), image_size or size)
 
 
 def read_rgb(file: str):
-    """PIL image as RGB, from any mode (grey, palette, alpha, CMYK); OSError that names a file it cannot read."""
+    """PIL image as RGB, from grey, palette, alpha or CMYK too; OSError that names a file it cannot read."""
     try:
         return datasets.folder.pil_loader(file)
     except (OSError, SyntaxError, ValueError) as error:
@@ -391,41 +413,42 @@ def read_rgb(file: str):
 
 
 def read_small(files: list[str], size: int | None) -> Tensor | list[str]:
-    """All files as one uint8 tensor, cropped to the smallest if they differ; the files again if one is over 64 px."""
+    """All files as one uint8 tensor, cut to the smallest if they differ; the files again if one is over 64 px."""
     images = []
     for file in files:
         try:
-            image = v2.functional.pil_to_tensor(read_rgb(file))
+            images.append(v2.functional.pil_to_tensor(read_rgb(file)))
         except OSError as error:
             fail(error)
-        if max(image.shape) > 64 or (size or 0) > 64:
+        if max(images[-1].shape[1:]) > 64 or (size or 0) > 64:
             return files
-        images.append(image)
-    side = min(min(image.shape[1:]) for image in images)
-    same = len({image.shape for image in images}) == 1
-    return torch.stack(images if same else [v2.functional.center_crop(v2.functional.resize(i, side), side) for i in images])
+    if len({image.shape for image in images}) > 1:
+        side = min(min(image.shape[1:]) for image in images)
+        images = [v2.functional.center_crop(v2.functional.resize(image, side), side) for image in images]
+    return torch.stack(images)
 
 
 class ImageFiles:
-    """Large images for DataLoader workers, which decode and crop only. [seed, index] -> (uint8 crop per (size, scale) in
-    crops, or one centre crop of `size`), index, error."""
+    """Large images for DataLoader workers, which decode and crop only: (seed, index) -> uint8 crops, one for each
+    (size, scale) in crops or the centre of `size`; index; error."""
 
     def __init__(self, files: list[str], size: int, crops=()):
         self.files, self.size, self.crops = files, size, crops
 
     def __getitem__(self, key):
-        torch.manual_seed(key[0])
-        views = [v2.RandomResizedCrop(size, scale) for size, scale in self.crops] or [
-            v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size)])]
+        views = [v2.RandomResizedCrop(size, scale) for size, scale in self.crops]
+        views = views or [v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size)])]
         try:
             image = read_rgb(self.files[key[1]])
-        except OSError as error:  # told to the main process: raised here, it would arrive as a traceback
-            return [torch.zeros(3, s, s, dtype=torch.uint8) for s, _ in self.crops or [(self.size, 1)]], key[1], str(error)
+        except OSError as error:  # told to the main process as data: an exception would bring its traceback along
+            sizes = [size for size, _ in self.crops] or [self.size]
+            return [torch.zeros(3, size, size, dtype=torch.uint8) for size in sizes], key[1], str(error)
+        torch.manual_seed(key[0])
         return [v2.functional.pil_to_tensor(view(image)) for view in views], key[1], ""
 
 
 def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespace):
-    """Yield (list of uint8 view batches on the device, index) for each list of [seed, index] keys."""
+    """Yield (list of uint8 view batches on the device, index) for each list of (seed, index) keys."""
     loader = torch.utils.data.DataLoader(ImageFiles(data.images, data.image_size, crops), batch_sampler=keys,
                                          num_workers=workers, pin_memory=env.device.type == "cuda")
     for views, index, errors in loader:
@@ -436,12 +459,12 @@ def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespa
 
 
 def batches(data: Images, epoch: int, batch_size: int, env: SimpleNamespace, seed: int, views, workers=0, first=0):
-    """This rank's share of each whole batch of an epoch, from batch `first` on: (list of views, labels or None); views
-    holds an Augment per view. The order depends on (seed, epoch), every other draw on (seed, epoch, batch, rank): a run
-    can go on inside an epoch with no random state saved."""
+    """This rank's share of each whole batch of an epoch, from batch `first` on: (list of views, labels or None).
+    views: an Augment per view. The order depends on (seed, epoch), every other draw on (seed, epoch, batch, rank):
+    a run can go on inside an epoch with no random state saved."""
+    n, in_memory = len(data.images) // batch_size * batch_size, torch.is_tensor(data.images)
     order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(seed_for(seed, epoch)))
-    order = order[:len(order) // batch_size * batch_size].view(-1, env.world_size, batch_size // env.world_size)
-    order, in_memory = order[first:, env.rank], torch.is_tensor(data.images)
+    order = order[:n].view(-1, env.world_size, batch_size // env.world_size)[first:, env.rank]
     if in_memory:
         source = (([data.images[index]] * len(views), index) for index in order.to(env.device))
     else:
@@ -450,25 +473,26 @@ def batches(data: Images, epoch: int, batch_size: int, env: SimpleNamespace, see
     labels = None if data.labels is None else data.labels.to(env.device)
     for i, (images, index) in enumerate(source, first):
         torch.manual_seed(seed_for(seed, epoch, i, env.rank))
-        yield ([view(x, crop=in_memory) for view, x in zip(views, images)],
-               None if labels is None else labels[index.to(env.device)])
+        x = [view(x, crop=in_memory) for view, x in zip(views, images)]
+        yield x, None if labels is None else labels[index.to(env.device)]
 
 
 @torch.no_grad()
-def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision="auto", workers=0, chunk=500) -> Tensor:
-    """Backbone features (N, feature_dim) of all images, in order, on every rank; eval mode, centre crop. Ranks take whole
-    chunks in turn, so that the chunks, and the numbers, are the same at every world size."""
-    n, mean_std = len(data.images), [torch.tensor(v, device=env.device).view(3, 1, 1) for v in (data.mean, data.std)]
+def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision="auto", workers=0, chunk=500):
+    """Backbone features (N, feature_dim) of all images, in order, on every rank; eval mode, centre crop. Ranks take
+    whole chunks in turn, so that the chunks, and the numbers, are the same at every world size."""
+    n, size, in_memory = len(data.images), data.image_size, torch.is_tensor(data.images)
+    mean, std = (torch.tensor(v, device=env.device).view(3, 1, 1) for v in (data.mean, data.std))
     rows = [range(i, min(i + chunk, n)) for i in range(0, n, chunk)][env.rank::env.world_size]
-    source = (([data.images[r.start:r.stop]], r) for r in rows) if torch.is_tensor(data.images) else read_files(
+    source = (([data.images[r.start:r.stop]], r) for r in rows) if in_memory else read_files(
         data, [[(0, i) for i in r] for r in rows], (), workers, env)
     training, result = backbone.training, torch.zeros(n, backbone.feature_dim, device=env.device)
     backbone.eval()
     for r, ((x,), _) in zip(rows, source):
-        if x.shape[2] != data.image_size or x.shape[3] != data.image_size:
-            x = v2.functional.center_crop(v2.functional.resize(x, data.image_size), data.image_size)
-        x = ((x.float() / 255 - mean_std[0]) / mean_std[1]).to(memory_format=torch.channels_last)
+        if x.shape[2:] != (size, size):
+            x = v2.functional.center_crop(v2.functional.resize(x, size), size)
         with autocast(env.device, precision):
+            x = ((x / 255 - mean) / std).to(memory_format=torch.channels_last)
             result[r.start:r.stop] = backbone(x).float()
     backbone.train(training)
     if env.world_size > 1:
@@ -477,10 +501,9 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
 
 
 @torch.no_grad()
-def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, k: int = 200, tau: float = 0.1,
-                 chunk: int = 256) -> float:
-    """Accuracy in [0, 1] of a vote of the k nearest rows of train_x (N, D) by cosine, weighted exp(sim / tau) (Wu et al.,
-    arXiv 1805.01978). test_x (M, D), labels int64. Memory: chunk x N. k above N means all N."""
+def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, k=200, tau=0.1, chunk=256) -> float:
+    """Accuracy in [0, 1] of a vote, weighted exp(sim / tau), of the k rows of train_x (N, D) nearest by cosine to a
+    row of test_x (M, D) (Wu et al., arXiv 1805.01978). Labels int64. Memory: chunk x N. k above N means all N."""
     k, n_classes, correct = min(k, len(train_x)), int(max(train_y.max(), test_y.max())) + 1, 0
     bank = F.normalize(train_x.float(), dim=1).T
     for x, y in zip(F.normalize(test_x.float(), dim=1).split(chunk), test_y.split(chunk)):
@@ -489,14 +512,6 @@ def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tenso
         votes = torch.zeros(len(x), n_classes, device=x.device).scatter_add_(1, train_y[index], weight)
         correct += (votes.argmax(1) == y).sum().item()
     return correct / len(test_y)
-
-
-def subset(data: Images, most: int) -> Images:
-    """Its labelled images, every n-th if they are more than `most`."""
-    keep = (data.labels >= 0).nonzero()[:, 0]
-    keep = keep[:: -(-len(keep) // most)]
-    images = data.images[keep.to(data.images.device)] if torch.is_tensor(data.images) else [data.images[i] for i in keep]
-    return data._replace(images=images, labels=data.labels[keep])
 
 
 def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> float:
@@ -508,13 +523,18 @@ def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> fl
     return round(hits.item()) / len(test_y)
 
 
+def unit(h: Tensor) -> Tensor:
+    """Features divided by their mean norm: one number for all, so that a probe's learning rate fits every network."""
+    return h.float() / h.float().norm(dim=1).mean()
+
+
 def embedding_std(z: Tensor) -> float:
-    """Std over rows of the l2-normalised rows of z (N, D), mean over dimensions, times sqrt(D): 1 spread, 0 collapsed."""
+    """Std over the l2-normalised rows of z (N, D), mean over dimensions, times sqrt(D): 1 spread, 0 collapsed."""
     return F.normalize(z.float(), dim=1).std(0).mean().item() * z.shape[1] ** 0.5
 
 
 def write_file(path, write):
-    """write(file) to a temporary file, then rename: at any moment `path` is the old file or the whole new one."""
+    """write(file) to a temporary file, then rename: at any moment `path` is the old file or the new one, whole."""
     path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -528,12 +548,12 @@ def write_file(path, write):
 
 
 def save_checkpoint(path, state: dict):
-    """Write tensors and plain values; a kill at any moment leaves the old file or the new one. OSError if it cannot."""
+    """Write tensors and plain values; a kill leaves the old file or the new one. OSError if it cannot."""
     write_file(path, lambda file: torch.save(state, file))
 
 
 def load_checkpoint(path) -> dict:
-    """Read a checkpoint onto the CPU as data: none of its code is run. ValueError if missing, damaged or of another kind."""
+    """Read a checkpoint onto the CPU, as data: no code in it is run. ValueError if missing, damaged or foreign."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -543,12 +563,6 @@ def load_checkpoint(path) -> dict:
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
     return state
-
-
-def save_png(path, image: Tensor):
-    """float (3, H, W) in [0, 1] as a PNG file."""
-    data = io.encode_png(image.clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
-    write_file(path, lambda file: file.write(data.numpy().tobytes()))
 
 
 def heatmap(matrix: Tensor) -> Tensor:
@@ -636,14 +650,14 @@ class Run:
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
         self.step, self.sums, self.flying, self.signal, self.initial = 0, {}, [], 0, copy.deepcopy(model.backbone)
         self.probe = nn.Linear(model.backbone.feature_dim, max(1, len(train.classes))).to(device)
-        self.probe_optimizer = torch.optim.SGD(self.probe.parameters(), lr=0.1, momentum=0.9)
+        self.probe_optimizer = torch.optim.SGD(self.probe.parameters(), lr=10.0, momentum=0.9)
         self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=self.probe_optimizer)
         self.resume()
         alone = SimpleNamespace(rank=0, world_size=1, device=device)
         self.fixed, _ = next(batches(train, -1, min(args.batch_size, 512), alone, args.seed, views[:2]))
         mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (train.mean, train.std))
         pairs = torch.stack([x[:32] * std + mean for x in self.fixed], 1).flatten(0, 1)
-        on_rank0(lambda: save_png(self.out / "views.png", utils.make_grid(pairs, nrow=16)), env)
+        on_rank0(lambda: self.draw("views.png", utils.make_grid(pairs, nrow=16)), env)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: setattr(self, "signal", number))
 
@@ -677,8 +691,10 @@ class Run:
 
     def epochs(self):
         """The epochs yet to run, the current one included; none if the run is at its end."""
-        if self.step >= self.last_step and self.env.rank == 0:
-            print(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
+        if self.step >= self.last_step:
+            if self.env.rank == 0:
+                print(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
+            return
         yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
 
     def batches(self, epoch: int):
@@ -711,8 +727,8 @@ class Run:
         late, when its value has arrived, so that the device need not wait."""
         values, cuda = {"loss": loss.detach(), **terms, "steps": torch.ones((), device=z.device)}, z.is_cuda
         if y is not None:
-            h, y = h.detach().float(), y.repeat(len(h) // len(y))
-            logits, known = self.probe(h), (y >= 0).sum().clamp(min=1)
+            y = y.repeat(len(h) // len(y))
+            logits, known = self.probe(unit(h.detach())), (y >= 0).sum().clamp(min=1)
             self.probe_optimizer.zero_grad()
             (F.cross_entropy(logits, y, ignore_index=-1, reduction="sum") / known).backward()
             for p in self.probe.parameters() if self.env.world_size > 1 else ():
@@ -765,9 +781,12 @@ class Run:
         _, z1, z2 = self.model(*self.fixed)
         self.model.train()
         pictures = [heatmap(matrix) for matrix in self.picture(z1.float(), z2.float())]
-        save_png(self.out / "affinity.png", torch.cat(pictures, dim=2))
+        self.draw("affinity.png", torch.cat(pictures, dim=2))
         if save:
             self.save()
+
+    def draw(self, name: str, picture: Tensor):
+        write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
 
     def save(self):
         """checkpoint.pt, all that is needed to go on, and backbone.pt, all that is needed to use the features."""
@@ -791,7 +810,7 @@ class Run:
 
         test_x = features(self.model.backbone, self.test, *options)
         row = {"knn_accuracy": accuracy(features(self.model.backbone, bank, *options), test_x)}
-        hits = self.probe(test_x).argmax(1).cpu() == self.test.labels
+        hits = self.probe(unit(test_x)).argmax(1).cpu() == self.test.labels
         row["probe_test_accuracy"] = hits.float().mean().item()
         if final and torch.is_tensor(bank.images):
             row["knn_init"] = accuracy(*(features(self.initial, data, *options) for data in (bank, self.test)))

@@ -18,6 +18,7 @@ RECIPES = {
                      weight_decay=1e-6, warmup_epochs=1),
 }
 RECIPES["cifar10"] = RECIPES["patterns"]
+RECIPES["folder"] = RECIPES["patterns"]
 
 
 def parse_args(argv=None):
@@ -83,6 +84,10 @@ def whitened_covariances(z1, z2):
 
 def main(args):
     env = common.init_distributed(args.device)
+    d = int(args.projector.split("-")[-1])
+    if d >= 2 * args.batch_size:
+        common.fail(f"the covariance of 2 x {args.batch_size} embeddings of dimension {d} is singular: --batch-size must be "
+                    f"above {d // 2}, or the last width of --projector below {2 * args.batch_size}", 2)
     train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images, unlabelled=True)
     test = common.load_images(args.dataset, args.data_dir, False, env, args.image_size)
     torch.manual_seed(args.seed)
