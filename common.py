@@ -634,28 +634,28 @@ FREE = {"max_steps", "device", "workers", "data_dir", "save_every", "eval_every"
 class Run:
     """Folder and books of one training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
 
-    views: an Augment per view. picture(z1, z2) -> list of matrices to draw, for one fixed batch in eval mode.
-    `model.backbone` is evaluated; whatever else is to survive a restart lies in model's or optimizer's state_dict."""
+    views: an Augment per view. picture(z1, z2) -> matrices to draw, for one fixed batch in eval mode.
+    model.backbone is what gets evaluated; all that must survive a restart is in model's or optimizer's state_dict."""
 
     def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, views, picture):
-        self.args, self.env, self.train, self.test, self.model, self.optimizer = args, env, train, test, model, optimizer
-        self.views, self.picture, self.out, n, device = views, picture, Path(args.out), len(train.images), env.device
+        self.args, self.env, self.train, self.test, self.views, self.picture = args, env, train, test, views, picture
         if args.batch_size % env.world_size:
             fail(f"--batch-size {args.batch_size} does not divide by {env.world_size} processes", 2)
-        if n < args.batch_size:
-            fail(f"{n} training images do not fill one batch; lower --batch-size {args.batch_size}")
-        self.steps_per_epoch = n // args.batch_size
+        if len(train.images) < args.batch_size:
+            fail(f"{len(train.images)} training images do not fill one batch; lower --batch-size {args.batch_size}")
+        self.steps_per_epoch = len(train.images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
         self.warmup_steps = round(args.warmup_epochs * self.steps_per_epoch)
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
-        self.step, self.sums, self.flying, self.signal, self.initial = 0, {}, [], 0, copy.deepcopy(model.backbone)
-        self.probe = nn.Linear(model.backbone.feature_dim, max(1, len(train.classes))).to(device)
-        self.probe_optimizer = torch.optim.SGD(self.probe.parameters(), lr=10.0, momentum=0.9)
-        self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=self.probe_optimizer)
+        self.out, self.model, self.initial = Path(args.out), model, copy.deepcopy(model.backbone)
+        self.probe = nn.Linear(model.backbone.feature_dim, max(1, len(train.classes))).to(env.device)
+        probe_optimizer = torch.optim.SGD(self.probe.parameters(), lr=10.0, momentum=0.9)
+        self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=probe_optimizer)
+        self.flying, self.signal = [], 0
         self.resume()
-        alone = SimpleNamespace(rank=0, world_size=1, device=device)
-        self.fixed, _ = next(batches(train, -1, min(args.batch_size, 512), alone, args.seed, views[:2]))
-        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (train.mean, train.std))
+        alone = SimpleNamespace(rank=0, world_size=1, device=env.device)
+        self.fixed, _ = next(batches(train, -1, min(args.batch_size, 512), alone, args.seed, views[:2], args.workers))
+        mean, std = (torch.tensor(v, device=env.device).view(3, 1, 1) for v in (train.mean, train.std))
         pairs = torch.stack([x[:32] * std + mean for x in self.fixed], 1).flatten(0, 1)
         on_rank0(lambda: self.draw("views.png", utils.make_grid(pairs, nrow=16)), env)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -667,16 +667,17 @@ class Run:
         arguments, checkpoint, log = (self.out / name for name in ("args.json", "checkpoint.pt", "log.jsonl"))
         try:
             old = json.loads(arguments.read_text())["settings"] if arguments.exists() else settings
-            state = load_checkpoint(checkpoint) if checkpoint.exists() else {"step": 0, "sums": {}}
-            if old != settings:
-                changed = [k for k in {**old, **settings} if old.get(k) != settings.get(k)]
-                raise ValueError("other settings, " + ", ".join(f"{k}: {old.get(k)}, now {settings.get(k)}" for k in changed))
+            other = [f"{k} {old.get(k)} (now {settings.get(k)})" for k in {**old, **settings}
+                     if old.get(k) != settings.get(k)]
+            if other:
+                raise ValueError("it holds a run with other settings, " + ", ".join(other))
+            state = load_checkpoint(checkpoint) if checkpoint.exists() else {"step": 0, "sums": {}, "seconds": 0.0}
             for name, part in self.parts.items() if checkpoint.exists() else ():
                 part.load_state_dict(state[name])
+            self.step, self.seconds = state["step"], state["seconds"]
+            self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             fail(f"cannot go on in {self.out}: {error}; choose another --out")
-        self.step, self.sums = state["step"], {k: v.to(self.env.device) for k, v in state["sums"].items()}
-        self.seconds = state.get("seconds", 0.0)
 
         def write():  # keep the log lines of whole epochs
             self.out.mkdir(parents=True, exist_ok=True)
@@ -698,90 +699,115 @@ class Run:
         yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
 
     def batches(self, epoch: int):
-        """(step, views, labels) for the rest of an epoch. After SIGTERM or Ctrl-C: checkpoint and exit 143 or 130."""
-        done, start = self.step - epoch * self.steps_per_epoch, time.perf_counter()
-        bar = tqdm(desc=f"epoch {epoch + 1}/{self.args.epochs}", total=self.steps_per_epoch, initial=done, leave=False,
-                   disable=True if self.env.rank else None)
+        """(step, views, labels) for the rest of an epoch. After SIGTERM or Ctrl-C: checkpoint, exit 143 or 130."""
+        first, start = self.step - epoch * self.steps_per_epoch, time.perf_counter()
+        self.bar = tqdm(desc=f"epoch {epoch + 1}/{self.args.epochs}", total=self.steps_per_epoch * self.args.batch_size,
+                        initial=first * self.args.batch_size, unit="images", leave=False, unit_scale=True,
+                        disable=True if self.env.rank else None)
         for views, y in batches(self.train, epoch, self.args.batch_size, self.env, self.args.seed, self.views,
-                                self.args.workers, done):
+                                self.args.workers, first):
             stop = torch.tensor(self.signal)
             if self.env.world_size > 1:  # by gloo between the hosts: no device waits
                 dist.all_reduce(stop, dist.ReduceOp.MAX)
             if stop:
+                self.bar.close()
                 on_rank0(self.save, self.env)
                 if self.env.rank == 0:
                     print(f"stopped at step {self.step}; the same command continues", file=sys.stderr, flush=True)
                 os._exit(128 + stop.item())
             yield self.step, views, y
             self.step += 1
-            bar.update()
+            self.bar.update(self.args.batch_size)
             if self.step == self.last_step:
                 break
         if self.env.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - start
-        bar.close()
+        self.bar.close()
 
     def log(self, lr: float, loss: Tensor, terms: dict, z: Tensor, h: Tensor, y: Tensor | None):
-        """Book one step, train the online probe on the features h, and stop if the loss is not finite: on CUDA one step
-        late, when its value has arrived, so that the device need not wait."""
-        values, cuda = {"loss": loss.detach(), **terms, "steps": torch.ones((), device=z.device)}, z.is_cuda
+        """Book one step, train the online probe on the features h, and stop if the loss is not finite: on CUDA one
+        step late, when its value has arrived, so that the device need not wait."""
+        values = {"loss": loss.detach(), **terms, "steps": torch.ones_like(loss)}
         if y is not None:
             y = y.repeat(len(h) // len(y))
             logits, known = self.probe(unit(h.detach())), (y >= 0).sum().clamp(min=1)
-            self.probe_optimizer.zero_grad()
+            self.probe.zero_grad()
             (F.cross_entropy(logits, y, ignore_index=-1, reduction="sum") / known).backward()
             for p in self.probe.parameters() if self.env.world_size > 1 else ():
                 dist.all_reduce(p.grad.div_(self.env.world_size))
-            self.probe_optimizer.step()
+            self.parts["probe_optimizer"].step()
             values["probe_accuracy"] = (logits.argmax(1) == y).sum() / known
         self.sums = {k: self.sums.get(k, 0) + v for k, v in values.items()}
-        self.lr, self.z, host = lr, z.detach(), torch.empty((), pin_memory=cuda).copy_(loss.detach(), non_blocking=True)
-        self.flying.append((self.step, lr, host, torch.cuda.Event() if cuda else None))
-        if cuda:
-            self.flying[-1][3].record()
-        while len(self.flying) > cuda:
+        self.lr, self.z = lr, z.detach()
+        shown = torch.stack([values["loss"], values.get("probe_accuracy", torch.zeros_like(loss))])
+        shown = torch.empty(2, pin_memory=loss.is_cuda).copy_(shown, non_blocking=True)
+        arrival = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+        self.flying.append((self.step, lr, shown, arrival))
+        while len(self.flying) > loss.is_cuda:
             self.land()
 
     def land(self):
-        step, lr, loss, event = self.flying.pop(0)
-        if event:
-            event.synchronize()
+        step, lr, shown, arrival = self.flying.pop(0)
+        if arrival:
+            arrival.synchronize()
+        loss, probe = shown.tolist()
         if not math.isfinite(loss):
-            fail(f"loss is {loss.item()} at step {step}, lr {lr:.3g}; lower --base-lr or lengthen --warmup-epochs. "
+            self.bar.close()
+            fail(f"loss is {loss} at step {step}, lr {lr:.3g}; lower --base-lr or lengthen --warmup-epochs; "
                  f"{self.out} keeps its last good checkpoint")
+        self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.3g}", probe=f"{probe:.1%}", refresh=False)
 
     def end_epoch(self, epoch: int):
         """Log line, k-NN, pictures and checkpoint of an epoch, or of the part of it that --max-steps allows."""
         while self.flying:
             self.land()
-        whole, final = self.step == (epoch + 1) * self.steps_per_epoch, self.step == self.total_steps
-        row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr, **{k: v.item() for k, v in self.sums.items()}}
-        steps = row.pop("steps")
-        row.update({k: row[k] / steps for k in self.sums if k != "steps"}, embedding_std=embedding_std(self.z),
-                   images_per_s=steps * self.args.batch_size / self.seconds)
-        if whole and ((epoch + 1) % self.args.eval_every == 0 or final) and self.test and self.test.labels is not None:
-            row.update(self.evaluate(final))
+        args, final = self.args, self.step == self.total_steps
+        whole, steps = self.step == (epoch + 1) * self.steps_per_epoch, self.sums["steps"].item()
+        row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
+               **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"},
+               "embedding_std": embedding_std(self.z), "images_per_s": steps * args.batch_size / self.seconds}
         if whole:
             self.sums, self.seconds = {}, 0.0
-        on_rank0(lambda: self.write(row, final or self.step == self.last_step or (epoch + 1) % self.args.save_every == 0),
-                 self.env)
+            if self.test and self.test.labels is not None and (final or (epoch + 1) % args.eval_every == 0):
+                row.update(self.evaluate(final))
+        save = self.step == self.last_step or (whole and (epoch + 1) % args.save_every == 0)
+        on_rank0(lambda: self.write(row, save), self.env)
+
+    def evaluate(self, final: bool) -> dict:
+        """Accuracy on the test images of k-NN (bank: at most 50,000 labelled training images) and of the online
+        probe; at the end also of k-NN on the network at initialisation and on pixels."""
+        keep = (self.train.labels >= 0).nonzero()[:, 0]
+        keep, images = keep[::-(-len(keep) // 50000)], self.train.images
+        images = images[keep.to(images.device)] if torch.is_tensor(images) else [images[i] for i in keep]
+        bank, test, options = self.train._replace(images=images), self.test, (self.args.precision, self.args.workers)
+
+        def accuracy(bank_x, test_x):
+            return knn(bank_x, self.train.labels[keep], test_x, test.labels, self.env, k=20)
+
+        bank_x, test_x = (features(self.model.backbone, data, self.env, *options) for data in (bank, test))
+        hits = self.probe(unit(test_x)).argmax(1).cpu() == test.labels
+        row = {"knn_accuracy": accuracy(bank_x, test_x), "probe_test_accuracy": hits.float().mean().item()}
+        if final and torch.is_tensor(images):
+            row["knn_init"] = accuracy(*(features(self.initial, data, self.env, *options) for data in (bank, test)))
+            row["knn_pixels"] = accuracy(*((data.images / 255).flatten(1) for data in (bank, test)))
+        return row
 
     @torch.no_grad()
     def write(self, row: dict, save: bool):
-        print(json.dumps(row), flush=True)
-        if row["embedding_std"] < 0.1:
-            print(f"warning: embedding_std {row['embedding_std']:.3f} < 0.1: the embeddings collapse", file=sys.stderr)
-        if "knn_pixels" in row:
-            print(f"k-NN (k 20) on {len(self.test.images)} test images: trained {row['knn_accuracy']:.1%}, same network at "
-                  f"initialisation {row['knn_init']:.1%}, raw pixels {row['knn_pixels']:.1%}", flush=True)
         with open(self.out / "log.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+        if row["embedding_std"] < 0.1:
+            print(f"warning: embedding_std {row['embedding_std']:.3f} is below 0.1: the embeddings collapse",
+                  file=sys.stderr, flush=True)
+        if "knn_pixels" in row:
+            print(f"k-NN (k 20) on {len(self.test.images)} test images: trained {row['knn_accuracy']:.1%}, the network "
+                  f"at initialisation {row['knn_init']:.1%}, raw pixels {row['knn_pixels']:.1%}", flush=True)
         self.model.eval()
         _, z1, z2 = self.model(*self.fixed)
         self.model.train()
-        pictures = [heatmap(matrix) for matrix in self.picture(z1.float(), z2.float())]
-        self.draw("affinity.png", torch.cat(pictures, dim=2))
+        self.draw("affinity.png", torch.cat([heatmap(m) for m in self.picture(z1.float(), z2.float())], dim=2))
         if save:
             self.save()
 
@@ -790,29 +816,14 @@ class Run:
 
     def save(self):
         """checkpoint.pt, all that is needed to go on, and backbone.pt, all that is needed to use the features."""
-        a, cpu = self.args, {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
+        args, train = self.args, self.train
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         bad = [k for k, v in parts["model"].items() if not v.isfinite().all()]
         if bad:
             raise ValueError(f"{bad[0]} is not finite at step {self.step}, lr {self.lr:.3g}; lower --base-lr")
-        about = dict(arch=a.arch, width=a.width, small_images=self.train.image_size <= 64, mean=list(self.train.mean),
-                     std=list(self.train.std), image_size=self.train.image_size, dataset=a.dataset)
-        save_checkpoint(self.out / "backbone.pt", dict(state_dict=cpu, **about))
-        save_checkpoint(self.out / "checkpoint.pt", dict(step=self.step, sums=self.sums, seconds=self.seconds, **parts, **about))
-
-    def evaluate(self, final: bool) -> dict:
-        """Test accuracy of k-NN and online probe; at the end also of k-NN on the initial network and on pixels."""
-        bank = subset(self.train, 50000)
-        options = (self.env, self.args.precision, self.args.workers)
-
-        def accuracy(bank_x, test_x):
-            return knn(bank_x, bank.labels, test_x, self.test.labels, self.env, k=20)
-
-        test_x = features(self.model.backbone, self.test, *options)
-        row = {"knn_accuracy": accuracy(features(self.model.backbone, bank, *options), test_x)}
-        hits = self.probe(unit(test_x)).argmax(1).cpu() == self.test.labels
-        row["probe_test_accuracy"] = hits.float().mean().item()
-        if final and torch.is_tensor(bank.images):
-            row["knn_init"] = accuracy(*(features(self.initial, data, *options) for data in (bank, self.test)))
-            row["knn_pixels"] = accuracy(*((d.images / 255).flatten(1) for d in (bank, self.test)))
-        return row
+        about = dict(arch=args.arch, width=args.width, small_images=train.image_size <= 64, mean=list(train.mean),
+                     std=list(train.std), image_size=train.image_size, dataset=args.dataset)
+        backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
+        save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
+        save_checkpoint(self.out / "checkpoint.pt",
+                        dict(step=self.step, sums=self.sums, seconds=self.seconds, **parts, **about))
