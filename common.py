@@ -1,6 +1,9 @@
 """What every method script needs and a reader of the paper would skip: processes and errors, ResNet, LARS,
-learning rate, augmentation, data sets, k-NN, checkpoints, the run folder. Nothing here knows a method: losses,
-projectors, recipes and the training loop are in the scripts. Each function can be copied out with its imports."""
+learning rate, augmentation, data sets, k-NN, checkpoints, the run folder.
+
+Nothing here knows a method: losses, projectors, recipes and the training loop are in the scripts. Each
+function can be copied out with the imports it uses.
+"""
 import atexit
 import copy
 import hashlib
@@ -35,8 +38,9 @@ def fail(message, status: int = 1):
 
 
 def init_distributed(device: str = "auto") -> SimpleNamespace:
-    """Join torchrun's process group, if there is one. Returns `.rank .world_size .device`; status 2 for a device
-    that is not there. CUDA tensors travel by nccl, CPU tensors by gloo."""
+    """Join torchrun's process group, if there is one. Returns `.rank .world_size .device`.
+
+    Status 2 for a device that is not there. CUDA tensors travel by nccl, CPU tensors by gloo."""
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in
                                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -44,7 +48,7 @@ def init_distributed(device: str = "auto") -> SimpleNamespace:
     if device == "auto":
         device = "cuda" if count["cuda"] else "mps" if count["mps"] and world_size == 1 else "cpu"
     if here > count[device]:
-        fail(f"--device {device}: {here} process(es) here, {count[device]} such device(s); use --device cpu", 2)
+        fail(f"--device {device}: {here} process(es) but {count[device]} such device(s); try --device cpu", 2)
     if device == "cuda":
         device = f"cuda:{local_rank}"
         torch.cuda.set_device(device)
@@ -62,7 +66,8 @@ def init_distributed(device: str = "auto") -> SimpleNamespace:
 
 
 def on_rank0(function, env: SimpleNamespace, hint: str = ""):
-    """function() on rank 0 (None elsewhere); a fault of files or network there ends all ranks with one line."""
+    """function() on rank 0, None elsewhere; a fault of files or network there ends all ranks with one
+    line."""
     message, value = [None], None
     if env.rank == 0:
         try:
@@ -88,9 +93,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(z: Tensor) -> Tensor:
-    """All ranks' rows, (N / world, D) -> (N, D) in rank order, with gradient; z itself without a process group.
-    Each rank computes the same global loss, so backward sums over ranks, and DDP's mean over ranks then gives the
-    exact gradient of the global loss."""
+    """All ranks' rows, (N / world, D) -> (N, D) in rank order, with gradient; z itself without a group.
+
+    Each rank computes the same global loss, so backward sums over ranks, and DDP's mean over ranks then gives
+    the exact gradient of the global loss."""
     return _Gather.apply(z.contiguous()) if dist.is_initialized() else z
 
 
@@ -100,8 +106,8 @@ def seed_for(*numbers) -> int:
 
 
 def resnet(arch: str = "resnet18", width: int = 64, small_images: bool = True) -> nn.Sequential:
-    """ResNet without `fc`: images (N, 3, H, W) -> pooled features (N, .feature_dim), with torchvision's blocks and
-    state-dict keys. small_images: 3x3 stride-1 stem, no max-pool."""
+    """ResNet without `fc`, of torchvision's blocks and with its state-dict keys: images (N, 3, H, W) ->
+    pooled features (N, .feature_dim). small_images: 3x3 stride-1 stem, no max-pool."""
     block, depths = {"resnet18": (BasicBlock, (2, 2, 2, 2)), "resnet34": (BasicBlock, (3, 4, 6, 3)),
                      "resnet50": (Bottleneck, (3, 4, 6, 3))}[arch]
     kernel, stride = (3, 1) if small_images else (7, 2)
@@ -134,7 +140,8 @@ def distribute(model: nn.Module, env: SimpleNamespace, compile: bool = False) ->
 
 
 def autocast(device: torch.device, precision: str = "auto") -> torch.autocast:
-    """bf16 autocast, or none; auto takes it where the hardware multiplies bf16 itself and so is faster with it."""
+    """bf16 autocast, or none; auto takes it where the hardware multiplies bf16 itself, so that it is
+    faster."""
     if precision == "auto" and device.type == "cuda":
         precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     elif precision == "auto" and device.type == "cpu":
@@ -186,24 +193,26 @@ def ema_update(target: nn.Module, online: nn.Module, momentum: float):
 
 
 class Augment:
-    """uint8 batch (B, 3, H, W) -> float32 (B, 3, size, size), normalised: SimCLR's augmentation on any device.
+    """uint8 batch (B, 3, H, W) -> float32 (B, 3, size, size), normalised: SimCLR's augmentation, on any
+    device.
 
     RandomResizedCrop, flip, ColorJitter, grayscale, Gaussian blur (odd kernel, about size / 10), solarize as
-    torchvision's on float images, with draws of its own for each image from the device's default generator. One
+    torchvision's on float images, each image with draws of its own from the device's default generator. One
     deviation: the order of ColorJitter's operations is drawn once per call, not per image.
     crop=False takes images that were cropped to `size` already."""
 
     def __init__(self, size: int, crop_scale=(0.2, 1.0), flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8,
                  gray_p=0.2, blur_sigma=(0.1, 2.0), blur_p=0.5, solarize_p=0.0,
                  mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)):
-        self.size, self.crop_scale, self.flip, self.jitter, self.jitter_p = size, crop_scale, flip, jitter, jitter_p
-        self.gray_p, self.blur_sigma, self.blur_p, self.solarize_p = gray_p, blur_sigma, blur_p, solarize_p
+        self.size, self.crop_scale, self.flip = size, crop_scale, flip
+        self.jitter, self.jitter_p, self.gray_p = jitter, jitter_p, gray_p
+        self.blur_sigma, self.blur_p, self.solarize_p = blur_sigma, blur_p, solarize_p
         self.mean, self.std = mean, std
 
     def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
         order = torch.randperm(4).tolist()
         out = torch.empty(len(images), self.size, self.size, 3, device=images.device).permute(0, 3, 1, 2)
-        part = 256 if images.device.type == "cpu" else max(1, len(images))  # at 32x32, what a CPU's cache holds
+        part = 256 if images.device.type == "cpu" else max(1, len(images))  # a CPU's cache holds 256
         for x, result in zip(images.split(part), out.split(part)):
             result.copy_(self.augment(x, order, crop).transpose(0, 1))
         return out
@@ -244,7 +253,7 @@ class Augment:
 
 
 def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 / 3)) -> list[Tensor]:
-    """top, left, height, width, each (n, 1, 1), as RandomResizedCrop draws them: 10 tries, then the centre."""
+    """top, left, height, width (n, 1, 1) as RandomResizedCrop draws them: ten tries, then the centre."""
     area = height * width * torch.empty(n, 10, device=device).uniform_(*scale)
     aspect = torch.empty(n, 10, device=device).uniform_(math.log(ratio[0]), math.log(ratio[1])).exp_()
     w, h = (area * aspect).sqrt_().round_(), (area / aspect).sqrt_().round_()
@@ -258,8 +267,9 @@ def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 /
 
 
 def crop_and_flip(images: Tensor, top, left, height, width, size: int, flip: Tensor) -> Tensor:
-    """uint8 (B, 3, H, W) -> (3, B, size, size) in [0, 1]. Resizing is linear in rows and in columns, so the crop of
-    an image is two small matrices (flipping reverses one), and those of a batch are two batched products."""
+    """uint8 (B, 3, H, W) -> (3, B, size, size) in [0, 1]. Resizing is linear in rows and in columns: the
+    crop of an image is two small matrices (flipping reverses one), those of a batch are two batched
+    products."""
     def resize(start, length, pixels):  # (B, size, pixels): bilinear, antialiased, blind outside the box
         centre = start + (torch.arange(size, device=images.device)[:, None] + 0.5) * (length / size)
         pixel = torch.arange(pixels, device=images.device) + 0.5
@@ -288,7 +298,8 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
     hue = torch.where(value == red, green - blue, hue).div_(chroma).add_(6 * shift)  # in sixths of a turn
     k = hue + torch.tensor([5.0, 3.0, 1.0], device=x.device).view(3, 1, 1, 1)
-    k.sub_((k / 6).floor_(), alpha=6).sub_(2).abs_()  # |k mod 6 - 2|: a channel is V - chroma clamp(2 - it, 0, 1)
+    # a channel is V - chroma clamp(2 - |k mod 6 - 2|, 0, 1)
+    k.sub_((k / 6).floor_(), alpha=6).sub_(2).abs_()
     return k.sub_(2).clamp_(-1, 0).mul_(chroma).add_(value)
 
 
@@ -309,10 +320,11 @@ STATS = {"patterns": ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
          "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
          "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
          "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # the rest take imagenet's
-# images: uint8 (N, 3, H, W), or a list of files where they are large; labels: int64 (N,), -1 unknown, or None;
-# classes: names; mean, std: per channel of [0, 1] pixels; image_size: pixels of a side that the network sees
+# images: uint8 (N, 3, H, W), or a list of files where they are large; labels: int64 (N,), -1 unknown, or
+# None; classes: names; mean, std: per channel, of [0, 1] pixels; image_size: pixels of a side the network
+# sees
 Images = namedtuple("Images", "images labels classes mean std image_size")
-PATTERNS = {  # there is ink where the field is positive; a, b: turned and scaled x, y; k in [1, 4), one per image
+PATTERNS = {  # ink where the field is positive; a, b: turned and scaled x, y; k in [1, 4), one per image
     "stripes": lambda a, b, k: a.sin(),
     "checks": lambda a, b, k: 2 * a.sin() * b.sin(),
     "dots": lambda a, b, k: a.cos() + b.cos() - 0.8,
@@ -328,8 +340,9 @@ PATTERNS = {  # there is ink where the field is positive; a, b: turned and scale
 
 
 def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
-    """uint8 (N, 3, 32, 32) and labels (N,): 10,000 train or 2,000 test images, generated, always the same. The class
-    is the kind of pattern; colours, scale, angle, position, warp and noise vary freely."""
+    """uint8 (N, 3, 32, 32) and labels (N,): 10,000 train or 2,000 test images, generated, always the same.
+
+    The class is the kind of pattern; colours, scale, angle, position, warp and noise vary freely."""
     n, generator = 10000 if train else 2000, torch.Generator().manual_seed(int(train))
 
     def uniform(low, high, *shape):
@@ -351,12 +364,13 @@ def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
-    """Image files below `folder`, sorted; labels by sub-folder, None if an image lies in `folder` itself; classes."""
+    """Sorted image files below `folder`, labels by sub-folder (None if one lies in `folder` itself),
+    classes."""
     files = sorted(p.relative_to(folder) for p in folder.rglob("*")
                    if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS)
     files = [p for p in files if not any(part.startswith(".") for part in p.parts)]
     if not files:
-        fail(f"no images in {folder}; put them there, in class sub-folders or all in one, or change --data-dir")
+        fail(f"no images in {folder}; put them there, a folder per class or all in one, or change --data-dir")
     classes = {name: i for i, name in enumerate(sorted({p.parts[0] for p in files if len(p.parts) > 1}))}
     labelled = all(len(p.parts) > 1 for p in files)
     labels = torch.tensor([classes[p.parts[0]] for p in files]) if labelled else None
@@ -365,9 +379,11 @@ def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
 
 def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNamespace | None = None,
                 image_size: int | None = None, limit: int | None = None, unlabelled=False) -> Images | None:
-    """Training or test split; None for a folder without test split. Small images (up to 64 px, stl10) come as one
-    tensor on env.device, large ones as files. limit: keep the first images only; unlabelled: stl10 with its
-    unlabelled images. Only rank 0 downloads (cifar10, cifar100, stl10)."""
+    """Training or test split; None for a folder without test split.
+
+    Small images (up to 64 px, stl10) come as one tensor on env.device, large ones as files. limit: keep the
+    first images only; unlabelled: stl10 with its unlabelled images. Only rank 0 downloads (cifar10,
+    cifar100, stl10)."""
     root, env = Path(data_dir), env or SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     if name == "patterns":
         images, labels, classes = *patterns(train), list(PATTERNS)
@@ -413,7 +429,7 @@ def read_rgb(file: str):
 
 
 def read_small(files: list[str], size: int | None) -> Tensor | list[str]:
-    """All files as one uint8 tensor, cut to the smallest if they differ; the files again if one is over 64 px."""
+    """All files as one uint8 tensor, cut to the smallest if they differ; the files if one is over 64 px."""
     images = []
     for file in files:
         try:
@@ -429,8 +445,8 @@ def read_small(files: list[str], size: int | None) -> Tensor | list[str]:
 
 
 class ImageFiles:
-    """Large images for DataLoader workers, which decode and crop only: (seed, index) -> uint8 crops, one for each
-    (size, scale) in crops or the centre of `size`; index; error."""
+    """Large images for DataLoader workers, which only decode and crop: (seed, index) -> uint8 crops, one for
+    each (size, scale) in crops or else the centre of `size`; index; error."""
 
     def __init__(self, files: list[str], size: int, crops=()):
         self.files, self.size, self.crops = files, size, crops
@@ -440,7 +456,7 @@ class ImageFiles:
         views = views or [v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size)])]
         try:
             image = read_rgb(self.files[key[1]])
-        except OSError as error:  # told to the main process as data: an exception would bring its traceback along
+        except OSError as error:  # sent as data: an exception would come with its traceback
             sizes = [size for size, _ in self.crops] or [self.size]
             return [torch.zeros(3, size, size, dtype=torch.uint8) for size in sizes], key[1], str(error)
         torch.manual_seed(key[0])
@@ -458,10 +474,12 @@ def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespa
         yield [view.to(env.device, non_blocking=True) for view in views], index
 
 
-def batches(data: Images, epoch: int, batch_size: int, env: SimpleNamespace, seed: int, views, workers=0, first=0):
-    """This rank's share of each whole batch of an epoch, from batch `first` on: (list of views, labels or None).
-    views: an Augment per view. The order depends on (seed, epoch), every other draw on (seed, epoch, batch, rank):
-    a run can go on inside an epoch with no random state saved."""
+def batches(data: Images, epoch: int, batch_size: int, env, seed: int, views, workers=0, first=0):
+    """This rank's share of each whole batch of an epoch, from batch `first` on: (list of views, labels or
+    None).
+
+    views: an Augment per view. The order depends on (seed, epoch), each other draw on (seed, epoch, batch,
+    rank), so that a run can go on inside an epoch with no random state saved."""
     n, in_memory = len(data.images) // batch_size * batch_size, torch.is_tensor(data.images)
     order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(seed_for(seed, epoch)))
     order = order[:n].view(-1, env.world_size, batch_size // env.world_size)[first:, env.rank]
@@ -479,8 +497,9 @@ def batches(data: Images, epoch: int, batch_size: int, env: SimpleNamespace, see
 
 @torch.no_grad()
 def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision="auto", workers=0, chunk=500):
-    """Backbone features (N, feature_dim) of all images, in order, on every rank; eval mode, centre crop. Ranks take
-    whole chunks in turn, so that the chunks, and the numbers, are the same at every world size."""
+    """Backbone features (N, feature_dim) of all images, in order, on every rank; eval mode, centre crop.
+
+    Ranks take whole chunks in turn: the chunks, and the numbers, are the same at every world size."""
     n, size, in_memory = len(data.images), data.image_size, torch.is_tensor(data.images)
     mean, std = (torch.tensor(v, device=env.device).view(3, 1, 1) for v in (data.mean, data.std))
     rows = [range(i, min(i + chunk, n)) for i in range(0, n, chunk)][env.rank::env.world_size]
@@ -501,14 +520,16 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
 
 
 @torch.no_grad()
-def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, k=200, tau=0.1, chunk=256) -> float:
-    """Accuracy in [0, 1] of a vote, weighted exp(sim / tau), of the k rows of train_x (N, D) nearest by cosine to a
-    row of test_x (M, D) (Wu et al., arXiv 1805.01978). Labels int64. Memory: chunk x N. k above N means all N."""
+def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor,
+                 k: int = 200, tau: float = 0.1, chunk: int = 256) -> float:
+    """Accuracy in [0, 1] of a vote, with weight exp(sim / tau), of the k rows of train_x (N, D) that are
+    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N. k above N
+    means all N."""
     k, n_classes, correct = min(k, len(train_x)), int(max(train_y.max(), test_y.max())) + 1, 0
     bank = F.normalize(train_x.float(), dim=1).T
     for x, y in zip(F.normalize(test_x.float(), dim=1).split(chunk), test_y.split(chunk)):
         similarity, index = (x @ bank).topk(k, dim=1)
-        weight = ((similarity - similarity[:, :1]) / tau).exp()  # relative to the nearest: same vote, no overflow
+        weight = ((similarity - similarity[:, :1]) / tau).exp()  # over the nearest's: same vote, no overflow
         votes = torch.zeros(len(x), n_classes, device=x.device).scatter_add_(1, train_y[index], weight)
         correct += (votes.argmax(1) == y).sum().item()
     return correct / len(test_y)
@@ -517,24 +538,21 @@ def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tenso
 def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> float:
     """knn_accuracy on env.device, the test rows shared out over the ranks."""
     x, y = test_x[env.rank::env.world_size], test_y[env.rank::env.world_size].to(env.device)
-    hits = torch.tensor(knn_accuracy(train_x, train_y.to(env.device), x, y, **options) * len(y) if len(y) else 0.0)
+    hits = torch.tensor(0.0)
+    if len(y):
+        hits += knn_accuracy(train_x, train_y.to(env.device), x, y, **options) * len(y)
     if env.world_size > 1:
         dist.all_reduce(hits)
     return round(hits.item()) / len(test_y)
 
 
-def unit(h: Tensor) -> Tensor:
-    """Features divided by their mean norm: one number for all, so that a probe's learning rate fits every network."""
-    return h.float() / h.float().norm(dim=1).mean()
-
-
 def embedding_std(z: Tensor) -> float:
-    """Std over the l2-normalised rows of z (N, D), mean over dimensions, times sqrt(D): 1 spread, 0 collapsed."""
+    """Std over z's l2-normalised rows (N, D), mean over dimensions, times sqrt(D): 1 spread, 0 collapsed."""
     return F.normalize(z.float(), dim=1).std(0).mean().item() * z.shape[1] ** 0.5
 
 
 def write_file(path, write):
-    """write(file) to a temporary file, then rename: at any moment `path` is the old file or the new one, whole."""
+    """write(file) to a temporary file, then rename: `path` is always the old file or the new one, whole."""
     path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -553,12 +571,14 @@ def save_checkpoint(path, state: dict):
 
 
 def load_checkpoint(path) -> dict:
-    """Read a checkpoint onto the CPU, as data: no code in it is run. ValueError if missing, damaged or foreign."""
+    """Read a checkpoint onto the CPU as data: no code in it runs. ValueError if missing, damaged or
+    foreign."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no file {path}") from None
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, AttributeError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, AttributeError,
+            pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is damaged or not a checkpoint ({str(error)[:60]})") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
@@ -602,7 +622,7 @@ def add_run_args(parser):
     add = parser.add_argument
     add("--dataset", default="patterns", choices=DATASETS)
     add("--out", help="run folder (default runs/SCRIPT-DATASET); the same command again goes on there")
-    add("--image-size", type=count, help="pixels the network sees; up to 64: 3x3 stem (default: the data set's)")
+    add("--image-size", type=count, help="pixels the network sees; 64 or less: 3x3 stem")
     add("--arch", choices=("resnet18", "resnet34", "resnet50"))
     add("--width", type=count, help="channels of the first stage")
     add("--projector", type=layers, help="widths of its layers, A-B-D")
@@ -614,8 +634,8 @@ def add_run_args(parser):
     add("--limit-images", type=count, help="keep the first training images only")
     add("--compile", action="store_true", help="torch.compile the network")
     add("--save-every", type=count, default=1, help="epochs between checkpoints")
-    add("--eval-every", type=count, help="epochs between k-NN evaluations (default: a twentieth of --epochs)")
-    add("--max-steps", type=count, help="stop after this many steps in all; the schedule stays that of --epochs")
+    add("--eval-every", type=count, help="epochs between k-NN (default: a twentieth of --epochs)")
+    add("--max-steps", type=count, help="stop after so many steps in all, of the same schedule")
 
 
 def parse_run_args(parser, recipes: dict, argv=None):
@@ -632,37 +652,39 @@ FREE = {"max_steps", "device", "workers", "data_dir", "save_every", "eval_every"
 
 
 class Run:
-    """Folder and books of one training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
+    """Folder and books of a training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
 
     views: an Augment per view. picture(z1, z2) -> matrices to draw, for one fixed batch in eval mode.
-    model.backbone is what gets evaluated; all that must survive a restart is in model's or optimizer's state_dict."""
+    model.backbone is evaluated; what must survive a restart is in the state_dict of model or optimizer."""
 
     def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, views, picture):
-        self.args, self.env, self.train, self.test, self.views, self.picture = args, env, train, test, views, picture
+        self.args, self.env, self.train, self.test = args, env, train, test
+        self.out, self.model, self.views, self.picture = Path(args.out), model, views, picture
         if args.batch_size % env.world_size:
             fail(f"--batch-size {args.batch_size} does not divide by {env.world_size} processes", 2)
         if len(train.images) < args.batch_size:
-            fail(f"{len(train.images)} training images do not fill one batch; lower --batch-size {args.batch_size}")
+            fail(f"{len(train.images)} training images are fewer than --batch-size {args.batch_size}")
         self.steps_per_epoch = len(train.images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
         self.warmup_steps = round(args.warmup_epochs * self.steps_per_epoch)
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
-        self.out, self.model, self.initial = Path(args.out), model, copy.deepcopy(model.backbone)
-        self.probe = nn.Linear(model.backbone.feature_dim, max(1, len(train.classes))).to(env.device)
-        probe_optimizer = torch.optim.SGD(self.probe.parameters(), lr=10.0, momentum=0.9)
+        self.initial, self.flying, self.signal = copy.deepcopy(model.backbone), [], 0
+        d = model.backbone.feature_dim  # the features' scale changes as they are learnt: standardise them first
+        self.probe = nn.Sequential(nn.BatchNorm1d(d, affine=False), nn.Linear(d, max(1, len(train.classes))))
+        probe_optimizer = torch.optim.SGD(self.probe.to(env.device).parameters(), lr=0.1, momentum=0.9)
         self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=probe_optimizer)
-        self.flying, self.signal = [], 0
         self.resume()
-        alone = SimpleNamespace(rank=0, world_size=1, device=env.device)
-        self.fixed, _ = next(batches(train, -1, min(args.batch_size, 512), alone, args.seed, views[:2], args.workers))
+        alone, n = SimpleNamespace(rank=0, world_size=1, device=env.device), min(args.batch_size, 512)
+        self.fixed, _ = next(batches(train, -1, n, alone, args.seed, views[:2], args.workers))
         mean, std = (torch.tensor(v, device=env.device).view(3, 1, 1) for v in (train.mean, train.std))
         pairs = torch.stack([x[:32] * std + mean for x in self.fixed], 1).flatten(0, 1)
+        pairs = F.interpolate(pairs, scale_factor=max(1, 64 // train.image_size))  # nearest
         on_rank0(lambda: self.draw("views.png", utils.make_grid(pairs, nrow=16)), env)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: setattr(self, "signal", number))
 
     def resume(self):
-        """Check that the folder holds this run, or nothing yet; take up its checkpoint and cut its log there."""
+        """Check that the folder holds this run or nothing; take up its checkpoint and cut its log there."""
         settings = {k: v for k, v in vars(self.args).items() if k not in FREE}
         arguments, checkpoint, log = (self.out / name for name in ("args.json", "checkpoint.pt", "log.jsonl"))
         try:
@@ -671,7 +693,8 @@ class Run:
                      if old.get(k) != settings.get(k)]
             if other:
                 raise ValueError("it holds a run with other settings, " + ", ".join(other))
-            state = load_checkpoint(checkpoint) if checkpoint.exists() else {"step": 0, "sums": {}, "seconds": 0.0}
+            state = {"step": 0, "sums": {}, "seconds": 0.0}
+            state = load_checkpoint(checkpoint) if checkpoint.exists() else state
             for name, part in self.parts.items() if checkpoint.exists() else ():
                 part.load_state_dict(state[name])
             self.step, self.seconds = state["step"], state["seconds"]
@@ -699,13 +722,14 @@ class Run:
         yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
 
     def batches(self, epoch: int):
-        """(step, views, labels) for the rest of an epoch. After SIGTERM or Ctrl-C: checkpoint, exit 143 or 130."""
-        first, start = self.step - epoch * self.steps_per_epoch, time.perf_counter()
-        self.bar = tqdm(desc=f"epoch {epoch + 1}/{self.args.epochs}", total=self.steps_per_epoch * self.args.batch_size,
-                        initial=first * self.args.batch_size, unit="images", leave=False, unit_scale=True,
+        """(step, views, labels) for the rest of an epoch. On SIGTERM or Ctrl-C: checkpoint, exit 143 or
+        130."""
+        args, first, start = self.args, self.step - epoch * self.steps_per_epoch, time.perf_counter()
+        self.bar = tqdm(desc=f"epoch {epoch + 1}/{args.epochs}", total=self.steps_per_epoch * args.batch_size,
+                        initial=first * args.batch_size, unit="images", unit_scale=True, leave=False,
                         disable=True if self.env.rank else None)
-        for views, y in batches(self.train, epoch, self.args.batch_size, self.env, self.args.seed, self.views,
-                                self.args.workers, first):
+        for views, y in batches(self.train, epoch, args.batch_size, self.env, args.seed, self.views,
+                                args.workers, first):
             stop = torch.tensor(self.signal)
             if self.env.world_size > 1:  # by gloo between the hosts: no device waits
                 dist.all_reduce(stop, dist.ReduceOp.MAX)
@@ -713,11 +737,11 @@ class Run:
                 self.bar.close()
                 on_rank0(self.save, self.env)
                 if self.env.rank == 0:
-                    print(f"stopped at step {self.step}; the same command continues", file=sys.stderr, flush=True)
+                    sys.stderr.write(f"stopped at step {self.step}; the same command continues\n")
                 os._exit(128 + stop.item())
             yield self.step, views, y
             self.step += 1
-            self.bar.update(self.args.batch_size)
+            self.bar.update(args.batch_size)
             if self.step == self.last_step:
                 break
         if self.env.device.type == "cuda":
@@ -726,12 +750,12 @@ class Run:
         self.bar.close()
 
     def log(self, lr: float, loss: Tensor, terms: dict, z: Tensor, h: Tensor, y: Tensor | None):
-        """Book one step, train the online probe on the features h, and stop if the loss is not finite: on CUDA one
+        """Book a step, train the online probe on the features h, stop if the loss is not finite: on CUDA one
         step late, when its value has arrived, so that the device need not wait."""
         values = {"loss": loss.detach(), **terms, "steps": torch.ones_like(loss)}
         if y is not None:
             y = y.repeat(len(h) // len(y))
-            logits, known = self.probe(unit(h.detach())), (y >= 0).sum().clamp(min=1)
+            logits, known = self.probe(h.detach().float()), (y >= 0).sum().clamp(min=1)
             self.probe.zero_grad()
             (F.cross_entropy(logits, y, ignore_index=-1, reduction="sum") / known).backward()
             for p in self.probe.parameters() if self.env.world_size > 1 else ():
@@ -759,7 +783,7 @@ class Run:
         self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.3g}", probe=f"{probe:.1%}", refresh=False)
 
     def end_epoch(self, epoch: int):
-        """Log line, k-NN, pictures and checkpoint of an epoch, or of the part of it that --max-steps allows."""
+        """k-NN, log line, pictures and checkpoint of an epoch, or of the part that --max-steps allows."""
         while self.flying:
             self.land()
         args, final = self.args, self.step == self.total_steps
@@ -775,21 +799,23 @@ class Run:
         on_rank0(lambda: self.write(row, save), self.env)
 
     def evaluate(self, final: bool) -> dict:
-        """Accuracy on the test images of k-NN (bank: at most 50,000 labelled training images) and of the online
-        probe; at the end also of k-NN on the network at initialisation and on pixels."""
+        """Test accuracy of k-NN (bank: at most 50,000 labelled training images) and of the online probe; at
+        the end also of k-NN with the network at initialisation and on pixels."""
         keep = (self.train.labels >= 0).nonzero()[:, 0]
         keep, images = keep[::-(-len(keep) // 50000)], self.train.images
         images = images[keep.to(images.device)] if torch.is_tensor(images) else [images[i] for i in keep]
-        bank, test, options = self.train._replace(images=images), self.test, (self.args.precision, self.args.workers)
+        bank, test = self.train._replace(images=images), self.test
+        options = (self.env, self.args.precision, self.args.workers)
 
         def accuracy(bank_x, test_x):
             return knn(bank_x, self.train.labels[keep], test_x, test.labels, self.env, k=20)
 
-        bank_x, test_x = (features(self.model.backbone, data, self.env, *options) for data in (bank, test))
-        hits = self.probe(unit(test_x)).argmax(1).cpu() == test.labels
+        bank_x, test_x = (features(self.model.backbone, data, *options) for data in (bank, test))
+        hits = self.probe.eval()(test_x).argmax(1).cpu() == test.labels
+        self.probe.train()
         row = {"knn_accuracy": accuracy(bank_x, test_x), "probe_test_accuracy": hits.float().mean().item()}
         if final and torch.is_tensor(images):
-            row["knn_init"] = accuracy(*(features(self.initial, data, self.env, *options) for data in (bank, test)))
+            row["knn_init"] = accuracy(*(features(self.initial, data, *options) for data in (bank, test)))
             row["knn_pixels"] = accuracy(*((data.images / 255).flatten(1) for data in (bank, test)))
         return row
 
@@ -802,12 +828,13 @@ class Run:
             print(f"warning: embedding_std {row['embedding_std']:.3f} is below 0.1: the embeddings collapse",
                   file=sys.stderr, flush=True)
         if "knn_pixels" in row:
-            print(f"k-NN (k 20) on {len(self.test.images)} test images: trained {row['knn_accuracy']:.1%}, the network "
-                  f"at initialisation {row['knn_init']:.1%}, raw pixels {row['knn_pixels']:.1%}", flush=True)
+            print(f"k-NN (k 20) on {len(self.test.images)} test images: trained {row['knn_accuracy']:.1%}, "
+                  f"same network at initialisation {row['knn_init']:.1%}, raw pixels {row['knn_pixels']:.1%}")
         self.model.eval()
         _, z1, z2 = self.model(*self.fixed)
         self.model.train()
-        self.draw("affinity.png", torch.cat([heatmap(m) for m in self.picture(z1.float(), z2.float())], dim=2))
+        pictures = [heatmap(matrix) for matrix in self.picture(z1.float(), z2.float())]
+        self.draw("affinity.png", torch.cat(pictures, dim=2))
         if save:
             self.save()
 
@@ -815,14 +842,14 @@ class Run:
         write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
 
     def save(self):
-        """checkpoint.pt, all that is needed to go on, and backbone.pt, all that is needed to use the features."""
+        """checkpoint.pt, all it takes to go on, and backbone.pt, all it takes to use the features."""
         args, train = self.args, self.train
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         bad = [k for k, v in parts["model"].items() if not v.isfinite().all()]
         if bad:
             raise ValueError(f"{bad[0]} is not finite at step {self.step}, lr {self.lr:.3g}; lower --base-lr")
-        about = dict(arch=args.arch, width=args.width, small_images=train.image_size <= 64, mean=list(train.mean),
-                     std=list(train.std), image_size=train.image_size, dataset=args.dataset)
+        about = dict(arch=args.arch, width=args.width, dataset=args.dataset, image_size=train.image_size,
+                     small_images=train.image_size <= 64, mean=list(train.mean), std=list(train.std))
         backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
         save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
         save_checkpoint(self.out / "checkpoint.pt",

@@ -4,18 +4,19 @@
     python linear_eval.py RUN --protocol knn --k 20          a minute on a CPU
     python linear_eval.py RUN --dataset cifar100             transfer to another data set
     python linear_eval.py RUN --protocol cka --other RUN2    how alike two backbones are
-    torchrun --nproc_per_node=8 linear_eval.py RUN           several GPUs: same batch in all, each test image once
+    torchrun --nproc_per_node=8 linear_eval.py RUN           several GPUs: the same global batch
 
-linear           classifier on features of random crops and flips: SGD lr 30 (x batch/256), momentum 0.9, no weight
-                 decay, 100 epochs, cosine (MoCo's protocol); imagenet: LARS base lr 0.02, 90 epochs, batch 1024
+linear           classifier on features of random crops and flips: SGD lr 30 (x batch/256), momentum 0.9,
+                 no weight decay, batch 256, 100 epochs, cosine, which is MoCo's protocol; on imagenet LARS
+                 base lr 0.02, batch 1024, 90 epochs
 frozen-features  the same classifier on features taken once, of images as they are
 knn              vote of the k nearest training images, weight exp(cosine / tau)
 rankme           effective rank of the training features (Garrido et al., arXiv 2210.02885)
 cka              linear CKA of the two backbones' test features (Kornblith et al., arXiv 1905.00414)
 
-The last line on stdout is a JSON object. accuracy: of the last epoch, over every test image once. The classifier sees
-the features divided by one number, the mean norm of the training features (ours): it stays linear, and lr 30, which
-was found on features of norm about 1, suits every network.
+The last line on stdout is a JSON object. accuracy: of the last epoch, over every test image once. The
+classifier sees the features divided by one number, the mean norm of the training features (ours): it stays
+linear, and lr 30, which was found on features of norm about 1, suits every network.
 """
 import argparse
 import hashlib
@@ -55,7 +56,8 @@ def parse_args(argv=None):
 
 
 def rankme(x: Tensor) -> float:
-    """Effective rank of features (N, D), 1 to min(N, D): exp(-sum p log p), p = singular values / their sum."""
+    """Effective rank of features (N, D), 1 to min(N, D): exp(-sum p log p), p = singular values over their
+    sum (Garrido et al., arXiv 2210.02885, Eq. 1)."""
     s = torch.linalg.svdvals(x.double())
     p = s / s.sum()
     return torch.special.entr(p).sum().exp().item()
@@ -68,8 +70,8 @@ def linear_cka(x: Tensor, y: Tensor) -> float:
 
 
 def load_backbone(path) -> tuple[nn.Module, dict]:
-    """Frozen backbone in eval mode and what its file says of it: arch, width, small_images, mean, std, image_size,
-    dataset. Anything but exactly the keys of that network ends the program."""
+    """Frozen backbone in eval mode and what its file says of it: arch, width, small_images, mean, std,
+    image_size, dataset. Anything but exactly the keys of that network ends the program."""
     path = Path(path) / "backbone.pt" if Path(path).is_dir() else Path(path)
     try:
         about = common.load_checkpoint(path)
@@ -82,11 +84,12 @@ def load_backbone(path) -> tuple[nn.Module, dict]:
     try:
         backbone = common.resnet(about["arch"], about["width"], about["small_images"])
         backbone.load_state_dict(weights, strict=True)
-        about = {k: about[k] for k in ("arch", "width", "small_images", "mean", "std", "image_size", "dataset")}
+        wanted = ("arch", "width", "small_images", "mean", "std", "image_size", "dataset")
+        about = {key: about[key] for key in wanted}
     except (KeyError, TypeError, RuntimeError, AttributeError):
         keys = ", ".join(str(key) for key in list(about if weights is None else weights)[:3])
-        common.fail(f"{path} holds no backbone of this project: its first keys are {keys or 'none'}; wanted are arch, "
-                    f"width, ... and a state_dict with torchvision's keys, conv1.weight, bn1.weight, ...")
+        common.fail(f"{path} holds no backbone of this project: its first keys are {keys or 'none'}; "
+                    f"wanted: arch, width, ... and a state_dict with torchvision's keys, conv1.weight, ...")
     return backbone.requires_grad_(False).eval(), about
 
 
@@ -97,8 +100,9 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def train_classifier(classifier: nn.Linear, feature_batches, optimizer, lr: float, epochs: int, steps: int, env):
-    """Fit it to feature_batches(epoch), which yields this rank's (features, labels) of each of `steps` steps."""
+def train_classifier(classifier: nn.Linear, feature_batches, optimizer, lr: float, epochs: int, steps: int,
+                     env):
+    """Fit it to feature_batches(epoch), which yields this rank's (features, labels) of each of its steps."""
     nn.init.normal_(classifier.weight, std=0.01)
     nn.init.zeros_(classifier.bias)
     step = 0
@@ -130,7 +134,7 @@ def main(args):
         common.fail(f"{args.data_dir} has no test images: put them in its folder test or val")
     train, test = (data._replace(**seen) for data in (train, test))
     if args.protocol not in ("rankme", "cka") and (train.labels is None or test.labels is None):
-        common.fail(f"--protocol {args.protocol} needs labels: put the images of {args.data_dir} in a folder per class")
+        common.fail(f"--protocol {args.protocol} needs labels: {args.data_dir} must have a folder per class")
     options = (env, args.precision, args.workers)
     result = {"protocol": args.protocol, "dataset": name, "n_train": len(train.images),
               "n_test": len(test.images)}
@@ -171,16 +175,17 @@ def main(args):
                                      blur_p=0.0, mean=train.mean, std=train.std)
 
             def feature_batches(epoch):
-                for (x,), y in common.batches(train, epoch, batch_size, env, args.seed, [augment], args.workers):
+                for (x,), y in common.batches(train, epoch, batch_size, env, args.seed, [augment],
+                                              args.workers):
                     with torch.no_grad(), common.autocast(env.device, args.precision):
                         h = backbone(x)
                     yield h.float() / norm, y
 
         torch.manual_seed(args.seed)
         classifier = nn.Linear(backbone.feature_dim, len(train.classes)).to(env.device)
-        sgd = common.LARS if imagenet else torch.optim.SGD
-        train_classifier(classifier, feature_batches, sgd(classifier.parameters(), lr, momentum=0.9), lr, epochs,
-                         len(train.images) // batch_size, env)
+        optimizer = (common.LARS if imagenet else torch.optim.SGD)(classifier.parameters(), lr, momentum=0.9)
+        steps = len(train.images) // batch_size
+        train_classifier(classifier, feature_batches, optimizer, lr, epochs, steps, env)
         if fingerprint(backbone) != before:
             common.fail("the backbone changed while it was evaluated")
         hits = classifier(test_x / norm).argmax(1).cpu() == test.labels

@@ -1,21 +1,23 @@
-"""SimTrace, of UniCLR: Li et al., "A Unified Framework for Contrastive Learning from a Perspective of Affinity
-Matrix", arXiv 2211.14516, Sec. 3.2.
+"""SimTrace, of UniCLR: Li et al., "A Unified Framework for Contrastive Learning from a Perspective of
+Affinity Matrix", arXiv 2211.14516, Sec. 3.2.
 
     Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   S = (Z - mu)^T (Z - mu) / (2N) + eps I
     loss = - Trace[(z1 - mu) S^-1 (z2 - mu)^T] / (2N)                                        Eq. 3, at eps = 0
          = - Trace[S^-1 (z2 - mu)^T (z1 - mu)] / (2N)                                        Eq. 4, D x D only
 
 The trace of the affinity matrix of whitened embeddings: positives only, no negatives, no temperature, no l2
-normalisation, no stop-gradient. S is what keeps the embedding from collapsing. It is solved against, not inverted.
-Siblings: simaffinity.py, simwhitening.py, which take the cross-entropy of the affinity matrix, not its trace.
+normalisation, no stop-gradient. S is what keeps the embedding from collapsing. It is solved against, not
+inverted. Siblings: simaffinity.py, simwhitening.py, which take the cross-entropy of the affinity matrix, not
+its trace.
 
-Ours, not the paper's: eps; the last width 512 of the projector on imagenet and imagenet100 (the paper's 2048 makes S
-singular at its batch of 512: 2N must be above D); all recipes but cifar10, cifar100, imagenet100 and imagenet.
-The authors' port stops the gradient through mu and S and normalises the embeddings; --detach-cov does the first.
+Ours, not the paper's: eps; the last width 512 of the projector on imagenet and imagenet100 (the paper's 2048
+makes S singular at its batch of 512: 2N must be above D); all recipes but cifar10, cifar100, imagenet100 and
+imagenet. The authors' port stops the gradient through mu and S and normalises the embeddings; --detach-cov
+does the first.
 
-    torchrun simtrace.py                                                        a CPU: 3 minutes, nothing to download
-    torchrun simtrace.py --dataset cifar10                                      a GPU: the paper's recipe
-    torchrun --nproc_per_node=8 simtrace.py --dataset imagenet --data-dir DIR   several GPUs
+    torchrun simtrace.py                                             a CPU: minutes, nothing to download
+    torchrun simtrace.py --dataset cifar10                           a GPU: the paper's recipe
+    torchrun --nproc_per_node=8 simtrace.py --dataset imagenet --data-dir DIR
 
 RESULTS
 """
@@ -29,9 +31,10 @@ import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
              weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
-IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)  # Sec. 4, but for 512
+IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)  # 512: ours
 RECIPES = {
-    "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=8, batch_size=256, base_lr=3.0, warmup_epochs=1.0),
+    "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=8, batch_size=256, base_lr=3.0,
+                     warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
     "folder": dict(CIFAR, epochs=200, batch_size=256, warmup_epochs=10.0)}
@@ -41,18 +44,18 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simtrace.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eps", type=float, default=1e-4, help="ridge on S (ours)")
-    parser.add_argument("--detach-cov", action="store_true", help="no gradient through mu and S (the authors' port)")
+    parser.add_argument("--detach-cov", action="store_true", help="no gradient through mu and S")
     parser.add_argument("--momentum-encoder", type=float, metavar="M",
-                        help="second view through an EMA copy with this momentum, without gradient (Sec. 3.3)")
-    parser.add_argument("--predictor", action="store_true", help="MLP on the first view's embedding (Sec. 3.3)")
+                        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
+    parser.add_argument("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
     if args.momentum_encoder is not None and not 0 <= args.momentum_encoder <= 1:
         parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
     n, d = args.batch_size, int(args.projector.split("-")[-1])
     if d >= 2 * n:
-        parser.error(f"--batch-size {n} and embedding dimension {d}: the covariance of 2 x {n} embeddings is singular; "
-                     f"take a batch above {d // 2} or a --projector that ends below {2 * n}")
+        parser.error(f"--batch-size {n} and embedding dimension {d}: the covariance of 2 x {n} embeddings is "
+                     f"singular; take a batch above {d // 2} or a --projector that ends below {2 * n}")
     return args
 
 
@@ -103,8 +106,8 @@ class Model(nn.Module):
 
 
 def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
-    """Covariance of the whitened embeddings of both views, the identity, and their cross-covariance, which becomes
-    diagonal with training: minus half its trace is the loss."""
+    """Covariance of the whitened embeddings of both views, the identity, and their cross-covariance, which
+    becomes diagonal with training: minus half its trace is the loss."""
     mu = torch.cat([z1, z2]).mean(0)
     S = ((z1 - mu).T @ (z1 - mu) + (z2 - mu).T @ (z2 - mu)) / (2 * len(z1))
     L = torch.linalg.cholesky(S + 1e-4 * torch.eye(len(S), device=S.device))
@@ -114,7 +117,8 @@ def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
 
 def main(args):
     env = common.init_distributed(args.device)
-    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images, True)
+    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
+                               unlabelled=True)
     test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size)
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
@@ -126,7 +130,8 @@ def main(args):
 
     for epoch in run.epochs():
         for step, (x1, x2), y in run.batches(epoch):
-            lr = common.cosine_lr(step, run.total_steps, args.base_lr * args.batch_size / 256, run.warmup_steps)
+            lr = args.base_lr * args.batch_size / 256
+            lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
             optimizer.param_groups[0]["lr"] = lr
 
             with common.autocast(env.device, args.precision):

@@ -75,7 +75,7 @@ def test_lars_two_steps_of_a_matrix_by_hand():
     optimizer.step()  # g + wd p = (1.2, 0.5), norm 1.3; |p| = 5; ratio 0.01; buffer (0.012, 0.005)
     assert_close(p.data, torch.tensor([[2.88, 3.95]]))
     p.grad = torch.tensor([[0.012, 0.005]])
-    optimizer.step()  # g + wd p = (0.3, 0.4), norm 0.5; |p| = 4.888446; ratio 0.0254199; buffer (.018426, .014668)
+    optimizer.step()  # g + wd p = (0.3, 0.4), |p| = 4.888446; ratio 0.0254199; buffer (0.018426, 0.014668)
     assert_close(p.data, torch.tensor([[2.695740, 3.803320]]))
 
 
@@ -194,7 +194,7 @@ def test_resnet_large_stem_and_initialisation():
     net.layer4.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
     net(torch.randn(1, 3, 224, 224))
     assert shapes == [(1, 128, 7, 7)]
-    weight = net.layer4[1].conv2.weight  # He et al., fan out: std sqrt(2 / (128 * 9))
+    weight = net.layer4[0].conv1.weight  # 64 -> 128 channels, He et al., fan out: std sqrt(2 / (128 * 9))
     assert weight.std().item() == pytest.approx(math.sqrt(2 / 1152), rel=0.02)
 
 
@@ -301,8 +301,8 @@ HALVES = HALVES.repeat_interleave(4, 1)[:, None].repeat(1, 8, 1)
 
 
 def jitter_factors(out, hue):
-    """Factors of ColorJitter from jittered HALVES (N, 3, 8, 8) where nothing was clamped: brightness and hue shift,
-    or brightness, contrast and saturation."""
+    """Factors of ColorJitter from jittered HALVES (N, 3, 8, 8), nothing clamped: brightness and hue shift, or
+    brightness, contrast and saturation."""
     def colours(x):
         return x[..., :, 0, 0].double().numpy(), x[..., :, 0, 7].double().numpy()
 
@@ -342,6 +342,17 @@ def test_jitter_is_torchvisions_for_the_same_factor(i, adjust):
     assert factors.std() > 0.1
     for y, factor in zip(out, factors):
         assert_close(y, adjust(HALVES / 255, factor))
+
+
+@pytest.mark.parametrize("jitter, colours", (
+    ((1, 1, 0, 0), ((0, 0, 0), (255, 255, 255))), ((1, 0, 1, 0), ((255, 0, 0),))))
+def test_jitter_order_is_drawn(jitter, colours):
+    """Some channel full and none empty: only brightness > 1 after contrast or saturation < 1 gives that."""
+    torch.manual_seed(0)
+    image, augment = torch.tensor(colours, dtype=torch.uint8).T[:, None], only(8, jitter=jitter, jitter_p=1)
+    image = image.repeat(1, 8, 8 // len(colours)).expand(64, -1, -1, -1)
+    outs = torch.stack([augment(image) for _ in range(300)]).flatten(2)
+    assert_rate(((outs.amax(2) == 1) & (outs.amin(2) > 0.01)).any(1), 0.5)
 
 
 def test_rates_of_jitter_gray_blur_and_solarize():
@@ -389,8 +400,9 @@ def test_whole_augmentation_distribution():
         v2.Normalize(mean, std)])
     ours = torch.cat([augment(image[None]) for _ in range(n)])
     theirs = torch.stack([reference(image / 255) for _ in range(n)])
-    for measure in (lambda x: x[:, 0].mean((1, 2)), lambda x: x[:, 2].mean((1, 2)), lambda x: x.amax((1, 2, 3)),
-                    lambda x: x[:, 1].std((1, 2)), lambda x: x.diff(dim=3).abs().mean((1, 2, 3)),
+    for measure in (lambda x: x[:, 0].mean((1, 2)), lambda x: x[:, 2].mean((1, 2)),
+                    lambda x: x[:, 1].std((1, 2)), lambda x: x.amax((1, 2, 3)),
+                    lambda x: x.diff(dim=3).abs().mean((1, 2, 3)),
                     lambda x: (x[:, 0, :, :16] - x[:, 0, :, 16:]).mean((1, 2)), lambda x: x[:, 1, 16, 16]):
         assert_same_distribution(*(measure(x).numpy().round(4) for x in (ours, theirs)))
 
@@ -418,8 +430,9 @@ def test_augment_output(height, width, size):
     torch.manual_seed(0)
     mean, std = (0.1, 0.5, 0.9), (0.9, 0.2, 0.05)
     strong = dict(jitter=(0.8, 0.8, 0.8, 0.2), jitter_p=1.0, solarize_p=0.5, mean=mean, std=std)
-    out = common.Augment(size, **strong)(noise(16, 3, height, width))
-    assert out.shape == (16, 3, size, size) and out.dtype == torch.float32
+    augment, images = common.Augment(size, **strong), noise(8, 3, height, width)
+    out = torch.cat([augment(images) for _ in range(16)])  # sixteen orders of the colour operations
+    assert out.shape == (128, 3, size, size) and out.dtype == torch.float32
     out = out * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
     assert -1e-5 < out.min() and out.max() < 1 + 1e-5 and out.std() > 0.1
 

@@ -12,13 +12,13 @@ from test_run import run
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """202 training and 67 test images, 16x16, of two classes that even a random network can tell: noise, stripes."""
+    """202 training and 67 test images, 16x16, of two classes that even a random network can tell: red, blue."""
     root, generator = tmp_path_factory.mktemp("images"), torch.Generator().manual_seed(0)
     for i in range(269):
-        path = root / ("train" if i < 202 else "test") / ("stripes" if i % 2 else "noise") / f"{i:03}.png"
+        path = root / ("train" if i < 202 else "test") / ("blue" if i % 2 else "red") / f"{i:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        image = torch.rand(3, 16, 1 if i % 2 else 16, generator=generator).expand(3, 16, 16)
-        torchvision.utils.save_image(image, path)
+        colour = torch.tensor([0.2, 0.6, 1.0] if i % 2 else [1.0, 0.6, 0.2]).view(3, 1, 1)
+        torchvision.utils.save_image(torch.rand(3, 16, 16, generator=generator) * colour, path)
     return root
 
 
@@ -27,7 +27,7 @@ def backbone(tmp_path_factory):
     """A run folder with the backbone.pt of a random network, of odd mean and std."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("run") / "backbone.pt"
-    common.save_checkpoint(path, dict(state_dict=common.resnet("resnet18", 4, True).state_dict(), arch="resnet18", width=4,
+    common.save_checkpoint(path, dict(state_dict=common.resnet("resnet18", 16, True).state_dict(), arch="resnet18", width=16,
                                       small_images=True, mean=[0.1] * 3, std=[0.9] * 3, image_size=16, dataset="folder"))
     return path.parent
 
@@ -70,7 +70,7 @@ def test_accuracy(capsys, folder, backbone, protocol):
 
 
 def test_rankme_and_cka_protocols(capsys, folder, backbone):
-    assert 1 <= evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "rankme")["rankme"] <= 32
+    assert 1 <= evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "rankme")["rankme"] <= 128
     same = evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "cka", "--other", backbone / "backbone.pt")
     assert same["cka"] == pytest.approx(1)
 
@@ -97,7 +97,7 @@ def test_the_network_sees_the_pixels_of_its_pretraining(capsys, folder, backbone
     common_resnet = common.resnet
     monkeypatch.setattr(common, "resnet", resnet)
     evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "knn")
-    first = sorted((folder / "train" / "noise").iterdir())[0]
+    first = sorted((folder / "train" / "blue").iterdir())[0]
     pixels = torch.tensor(np.asarray(torchvision.datasets.folder.pil_loader(first)) / 255).permute(2, 0, 1)
     torch.testing.assert_close(shown[0][0].double(), (pixels - 0.1) / 0.9, atol=1e-6, rtol=0)
 
@@ -124,7 +124,7 @@ def test_checkpoint_and_run_folder_hold_the_same_backbone(tmp_path, folder):
     (lambda s: s.update(state_dict={"module.encoder_q." + k: v for k, v in s["state_dict"].items()}),
      ["module.encoder_q.conv1.weight"]),
     (lambda s: s["state_dict"].pop("bn1.weight"), ["conv1.weight"]),
-    (lambda s: s["state_dict"].update({"fc.weight": torch.zeros(2, 32)}), ["conv1.weight"]),
+    (lambda s: s["state_dict"].update({"fc.weight": torch.zeros(2, 128)}), ["conv1.weight"]),
     (lambda s: s.update(width=8), ["conv1.weight"]),
     (lambda s: s.pop("arch"), ["conv1.weight"]),
     (lambda s: [s.clear(), s.update({"layer.weight": torch.zeros(1)})], ["layer.weight"]),
@@ -151,7 +151,7 @@ def test_foreign_weights_are_refused(capsys, backbone, tmp_path, change, words):
 def test_errors(capsys, folder, backbone, tmp_path, args, status, words):
     for split in ("train", "test"):  # a flat, unlabelled folder
         (tmp_path / "flat" / split).mkdir(parents=True)
-        for i, file in enumerate(sorted((folder / split / "noise").iterdir())[:3]):
+        for i, file in enumerate(sorted((folder / split / "red").iterdir())[:3]):
             (tmp_path / "flat" / split / f"{i}.png").write_bytes(file.read_bytes())
     places = {"RUN": str(backbone), "FLAT": str(tmp_path / "flat")}
     args = [places.get(a, a) for a in args] + ([] if "--data-dir" in args else ["--data-dir", str(folder)])
