@@ -342,25 +342,28 @@ PATTERNS = {  # ink where the field is positive; a, b: turned and scaled x, y; k
 def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
     """uint8 (N, 3, 32, 32) and labels (N,): 10,000 train or 2,000 test images, generated, always the same.
 
-    The class is the kind of pattern; colours, scale, angle, position, warp and noise vary freely."""
-    n, generator = 10000 if train else 2000, torch.Generator().manual_seed(int(train))
+    The class is the kind of pattern. An image is a quilt of 2 x 2 patches of its kind, each with colours, scale,
+    angle, position, warp and noise of its own: two crops of an image have little in common but the kind."""
+    n, generator = 4 * (10000 if train else 2000), torch.Generator().manual_seed(int(train))
 
     def uniform(low, high, *shape):
         return torch.rand(n, *shape, generator=generator) * (high - low) + low
 
-    y, x = torch.meshgrid(torch.arange(32) - 15.5, torch.arange(32) - 15.5, indexing="ij")
-    x = x + uniform(-12, 12, 1, 1) + uniform(0, 2.5, 1, 1) * (y / 5 + uniform(0, math.tau, 1, 1)).sin()
-    y = y + uniform(-12, 12, 1, 1) + uniform(0, 2.5, 1, 1) * (x / 5 + uniform(0, math.tau, 1, 1)).sin()
-    angle, scale = uniform(0, math.tau, 1, 1), math.tau / uniform(5, 13, 1, 1)
+    y, x = torch.meshgrid(torch.arange(16) - 7.5, torch.arange(16) - 7.5, indexing="ij")
+    x = x + uniform(-6, 6, 1, 1) + uniform(0, 0.8, 1, 1) * (y / 3 + uniform(0, math.tau, 1, 1)).sin()
+    y = y + uniform(-6, 6, 1, 1) + uniform(0, 0.8, 1, 1) * (x / 3 + uniform(0, math.tau, 1, 1)).sin()
+    angle, scale = uniform(0, math.tau, 1, 1), math.tau / uniform(4, 8, 1, 1)
     cos, sin = scale * angle.cos(), scale * angle.sin()
     plane = cos * x + sin * y, cos * y - sin * x, uniform(1, 4, 1, 1)
-    field = torch.empty(n, 1, 32, 32)
+    field = torch.empty(n, 1, 16, 16)
     for i, pattern in enumerate(PATTERNS.values()):
         field[i::10, 0] = pattern(*(v[i::10] for v in plane))
     ink = field.mul_(torch.where(uniform(0, 1, 1, 1, 1) < 0.5, 4.0, -4.0)).sigmoid_()
     image = uniform(0, 0.45, 3, 1, 1).lerp(uniform(0.55, 1, 3, 1, 1), ink)
-    image += uniform(0, 0.2, 1, 1, 1) * torch.randn(n, 1, 32, 32, generator=generator)
-    return image.clamp_(0, 1).mul_(255).round_().to(torch.uint8), torch.arange(n) % 10
+    image += uniform(0, 0.12, 1, 1, 1) * torch.randn(n, 1, 16, 16, generator=generator)
+    image = image.clamp_(0, 1).mul_(255).round_().to(torch.uint8)
+    a, b, c, d = image.chunk(4)  # of each kind in turn, so that the four belong together
+    return torch.cat([torch.cat([a, b], 3), torch.cat([c, d], 3)], 2), torch.arange(n // 4) % 10
 
 
 def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
@@ -669,7 +672,7 @@ class Run:
         self.warmup_steps = round(args.warmup_epochs * self.steps_per_epoch)
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
         self.initial, self.flying, self.signal = copy.deepcopy(model.backbone), [], 0
-        d = model.backbone.feature_dim  # the features' scale changes as they are learnt: standardise them first
+        d = model.backbone.feature_dim  # the features' scale changes as they are learnt, so standardise them
         self.probe = nn.Sequential(nn.BatchNorm1d(d, affine=False), nn.Linear(d, max(1, len(train.classes))))
         probe_optimizer = torch.optim.SGD(self.probe.to(env.device).parameters(), lr=0.1, momentum=0.9)
         self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=probe_optimizer)
