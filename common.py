@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torchvision import datasets, utils
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -33,7 +34,7 @@ from tqdm import tqdm
 def fail(message, status: int = 1):
     """Exit with `status` after one line on stderr (rank 0): for what every rank sees alike."""
     if os.environ.get("RANK", "0") == "0":
-        print("error:", *str(message).split(), file=sys.stderr, flush=True)
+        print("error:", str(message).replace("\n", " "), file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
@@ -342,8 +343,8 @@ PATTERNS = {  # ink where the field is positive; a, b: turned and scaled x, y; k
 def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
     """uint8 (N, 3, 32, 32) and labels (N,): 10,000 train or 2,000 test images, generated, always the same.
 
-    The class is the kind of pattern. An image is a quilt of 2 x 2 patches of its kind, each with colours, scale,
-    angle, position, warp and noise of its own: two crops of an image have little in common but the kind."""
+    The class is the kind of pattern. An image is a quilt of 2 x 2 patches of its kind, each with colours,
+    scale, angle, position, warp and noise of its own: two crops of it have little in common but the kind."""
     n, generator = 4 * (10000 if train else 2000), torch.Generator().manual_seed(int(train))
 
     def uniform(low, high, *shape):
@@ -370,7 +371,7 @@ def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
     """Sorted image files below `folder`, labels by sub-folder (None if one lies in `folder` itself),
     classes."""
     files = sorted(p.relative_to(folder) for p in folder.rglob("*")
-                   if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS)
+                   if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS and p.is_file())
     files = [p for p in files if not any(part.startswith(".") for part in p.parts)]
     if not files:
         fail(f"no images in {folder}; put them there, a folder per class or all in one, or change --data-dir")
@@ -404,6 +405,8 @@ def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNames
         folder = root / ("tiny-imagenet-200" if name == "tinyimagenet" else name)
         folder = folder if folder.is_dir() and name != "folder" else root
         splits = [folder / s for s in ("train", "val", "test") if (folder / s).is_dir()] or [folder]
+        if splits[0].name in ("val", "test"):
+            fail(f"{folder} has a folder {splits[0].name} but no folder train")
         if not train and len(splits) == 1:
             return None
         images, labels, classes = find_images(splits[0])
@@ -423,11 +426,14 @@ def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNames
     return Images(images, labels, classes, *STATS.get(name, STATS["imagenet"]), image_size or size)
 
 
-def read_rgb(file: str):
-    """PIL image as RGB, from grey, palette, alpha or CMYK too; OSError that names a file it cannot read."""
+def read_rgb(file: str) -> Image.Image:
+    """Image as RGB, from grey, palette, alpha or CMYK too; OSError that names a file it cannot read."""
     try:
-        return datasets.folder.pil_loader(file)
-    except (OSError, SyntaxError, ValueError) as error:
+        with Image.open(file) as image:
+            if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip to white
+                image = image.point(lambda value: value / 256, "L")
+            return image.convert("RGB")
+    except Exception as error:  # a damaged file can raise anything
         raise OSError(f"cannot read image {file}: {error}") from None
 
 
@@ -468,8 +474,9 @@ class ImageFiles:
 
 def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespace):
     """Yield (list of uint8 view batches on the device, index) for each list of (seed, index) keys."""
-    loader = torch.utils.data.DataLoader(ImageFiles(data.images, data.image_size, crops), batch_sampler=keys,
-                                         num_workers=workers, pin_memory=env.device.type == "cuda")
+    loader = torch.utils.data.DataLoader(
+        ImageFiles(data.images, data.image_size, crops), batch_sampler=keys,
+        num_workers=min(workers, os.cpu_count()), pin_memory=env.device.type == "cuda")
     for views, index, errors in loader:
         if any(errors):  # this rank alone knows
             print("error:", next(filter(None, errors)), file=sys.stderr, flush=True)
@@ -556,7 +563,7 @@ def embedding_std(z: Tensor) -> float:
 
 def write_file(path, write):
     """write(file) to a temporary file, then rename: `path` is always the old file or the new one, whole."""
-    path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -564,8 +571,10 @@ def write_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error}; free space there or choose another folder") from None
+    finally:
+        if temporary.exists():
+            temporary.unlink()
 
 
 def save_checkpoint(path, state: dict):
@@ -580,9 +589,9 @@ def load_checkpoint(path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no file {path}") from None
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, AttributeError,
-            pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged or not a checkpoint ({str(error)[:60]})") from None
+    except Exception as error:  # a damaged file can raise anything
+        reason = " ".join(str(error).split())[:60]
+        raise ValueError(f"{path} is damaged or not a checkpoint ({reason})") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
     return state

@@ -1,4 +1,5 @@
 """Whole training runs as processes of their own: resume, signals, two processes, errors, the files of a run folder."""
+import importlib
 import json
 import os
 import random
@@ -69,6 +70,21 @@ def run(script, *args, **options):
     return results
 
 
+def run_here(capfd, script, *args):
+    """One run without a launcher, in this process, which saves the start of a new one: (status, stdout, stderr)."""
+    module, status, hook = importlib.import_module(script.removesuffix(".py")), 0, sys.excepthook
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        module.main(module.parse_args([str(a) for a in args]))
+    except SystemExit as exit:
+        status = exit.code
+    finally:
+        sys.excepthook = hook
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    return status, *capfd.readouterr()
+
+
 def weights(folder):
     state = torch.load(folder / "checkpoint.pt")  # default options
     return {**state["model"], **{f"{k}.{n}": v for k, s in state["optimizer"]["state"].items() for n, v in s.items()},
@@ -110,13 +126,13 @@ def test_run_folder(whole):
         torch.load(whole / file)
 
 
-def test_a_part_of_the_schedule_then_the_rest(whole, tmp_path):
+def test_a_part_of_the_schedule_then_the_rest(capfd, whole, tmp_path):
     out = tmp_path / "run"
-    first = run("simtrace.py", *TINY, "--out", out, "--max-steps", "13")
+    first = run_here(capfd, "simtrace.py", *TINY, "--out", out, "--max-steps", "13")
     assert log(out)[-1]["step"] == 13 and log(out)[-1]["epoch"] == 2 and (out / "backbone.pt").exists()
-    again = run("simtrace.py", *TINY, "--out", out, "--max-steps", "13")
-    assert "finished" in again[0][1] and "finished" not in first[0][1]
-    run("simtrace.py", *TINY, "--out", out)
+    again = run_here(capfd, "simtrace.py", *TINY, "--out", out, "--max-steps", "13")
+    assert "finished" in again[1] and "finished" not in first[1] and first[0] == again[0] == 0
+    run_here(capfd, "simtrace.py", *TINY, "--out", out)
     assert_same(weights(out), weights(whole))
     assert same_rows(log(out), log(whole))
 
@@ -178,9 +194,6 @@ def test_no_launcher_is_torchrun_with_one_process(whole, tmp_path):
     assert_same(weights(tmp_path / "run"), weights(whole))
 
 
-WORLDS = pytest.mark.parametrize("world", [1, 2])
-
-
 def assert_refused(results, status, *words):
     for code, _, err in results:
         assert code == status, results
@@ -191,8 +204,7 @@ def assert_refused(results, status, *words):
     assert all(r[2] == "" for r in results[1:])
 
 
-@WORLDS
-@pytest.mark.parametrize("args, status, words", [
+ALONE = [
     (["--no-such-flag"], 2, ["--no-such-flag"]),
     (["--dataset", "mnist"], 2, ["mnist"]),
     (["--batch-size", "0"], 2, ["--batch-size"]),
@@ -204,11 +216,17 @@ def assert_refused(results, status, *words):
     (["--device", "mps"], 2, ["mps"]),
     (["--dataset", "folder", "--data-dir", "/no/such"], 1, ["/no/such"]),
     (["--base-lr", "1e30"], 1, ["step", "lr", "loss"]),
-])
-def test_errors(tmp_path, world, args, status, words):
+]
+TOGETHER = [ALONE[0], ALONE[5], ALONE[6], ALONE[7], ALONE[-2], ALONE[-1]]  # a kind each: slow to start
+
+
+@pytest.mark.parametrize("world, args, status, words", [(1, *case) for case in ALONE] + [(2, *case) for case in TOGETHER])
+def test_errors(capfd, tmp_path, world, args, status, words):
     if "cuda" in args and torch.cuda.is_available() or "mps" in args and torch.backends.mps.is_available():
         return
-    results = finish(start("simtrace.py", *TINY, "--out", tmp_path / "run", *args, world=world), timeout=60)
+    args = [*TINY, "--out", tmp_path / "run", *args]
+    results = finish(start("simtrace.py", *args, world=2), timeout=60) if world == 2 else [
+        run_here(capfd, "simtrace.py", *args)]
     assert_refused(results, status, *words)
 
 
@@ -216,30 +234,52 @@ def test_batch_that_two_processes_cannot_share(tmp_path):
     assert_refused(finish(start("simtrace.py", *TINY, "--out", tmp_path, "--batch-size", "31", world=2)), 2, "31", "2")
 
 
-@WORLDS
-def test_other_settings_and_damaged_files_are_refused(whole, tmp_path, world):
+def test_other_settings_and_damaged_files_are_refused(capfd, tmp_path):
     out = tmp_path / "run"
-    run("simtrace.py", *TINY, "--out", out, "--max-steps", "2")
+    assert run_here(capfd, "simtrace.py", *TINY, "--out", out, "--max-steps", "2")[0] == 0
     before = (out / "checkpoint.pt").read_bytes()
-    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, "--base-lr", "7", world=world)), 1, "base_lr", "7")
+    for results in ([run_here(capfd, "simtrace.py", *TINY, "--out", out, "--base-lr", "7")],
+                    finish(start("simtrace.py", *TINY, "--out", out, "--base-lr", "7", world=2))):
+        assert_refused(results, 1, "base_lr", "7")
     assert (out / "checkpoint.pt").read_bytes() == before
     (out / "checkpoint.pt").write_bytes(before[:5000])
-    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, world=world)), 1, "checkpoint.pt")
+    for results in ([run_here(capfd, "simtrace.py", *TINY, "--out", out)],
+                    finish(start("simtrace.py", *TINY, "--out", out, world=2))):
+        assert_refused(results, 1, "checkpoint.pt")
     torch.save({"step": 2, "sums": {}, "model": {"strange": torch.zeros(1)}}, out / "checkpoint.pt")
-    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, world=world)), 1, str(out))
+    assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out)], 1, str(out), "strange")
     (out / "args.json").write_text("{")
-    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, world=world)), 1, str(out))
+    assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out)], 1, str(out))
 
 
-def test_not_finite_keeps_the_last_checkpoint(tmp_path):
+def test_full_disk(capfd, tmp_path, monkeypatch):
+    """The files that were there stay, whole; the run ends in one line and goes on later."""
     out = tmp_path / "run"
-    run("simtrace.py", *TINY, "--out", out, "--max-steps", "2", "--seed", "1")
+    run_here(capfd, "simtrace.py", *TINY, "--out", out, "--max-steps", "10")
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+
+    def full(file, *args, **kwargs):
+        file.write(b"PK")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda state, file: full(file))
+        assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out)], 1, "No space left", "backbone.pt")
+    assert {p.name for p in out.iterdir()} == before.keys()
+    assert (out / "checkpoint.pt").read_bytes() == before["checkpoint.pt"]
+    assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 0
+    assert [row["step"] for row in log(out)] == [10, 20]
+
+
+def test_not_finite_keeps_the_last_checkpoint(capfd, tmp_path):
+    out = tmp_path / "run"
+    run_here(capfd, "simtrace.py", *TINY, "--out", out, "--max-steps", "2", "--seed", "1")
     good = weights(out)
     state = torch.load(out / "checkpoint.pt")
     state["model"]["projector.0.weight"].fill_(float("inf"))
     torch.save(state, out / "checkpoint.pt")
     before = (out / "checkpoint.pt").read_bytes()
-    assert_refused(finish(start("simtrace.py", *TINY, "--out", out, "--seed", "1")), 1, "loss is nan at step 2", "lr")
+    assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out, "--seed", "1")], 1, "loss is nan at step 2")
     assert (out / "checkpoint.pt").read_bytes() == before and all(v.isfinite().all() for v in good.values())
 
 
