@@ -2,11 +2,12 @@
 
     python tests/bench.py [--device cuda] [--arch resnet18 --width 16 --batch-size 256]
 
-whole script / bare model step: images/s of simtrace.py, all included but evaluation, against forward, backward and
-optimiser step of the same model on ready batches of the same size and precision.
-Augment / torchvision: images/s of common.Augment on a batch, against torchvision's transforms image by image in as
-many processes as there are cores.
+whole script / bare model step: images/s of simtrace.py, all included but evaluation, against forward,
+backward and optimiser step of the same model on ready batches of the same size and precision.
+Augment / torchvision: images/s of common.Augment on a batch, against torchvision's transforms image by image
+in as many processes as there are cores.
 """
+
 import argparse
 import io
 import json
@@ -38,7 +39,10 @@ def bare_speed(flags, steps):
     env = common.init_distributed(args.device)
     model = simtrace.Model(args, True).to(env.device, memory_format=torch.channels_last)
     optimizer = common.LARS(model.parameters(), lr=0.01)
-    x = [torch.randn(args.batch_size, 3, 32, 32, device=env.device).to(memory_format=torch.channels_last) for _ in "12"]
+    x = [
+        torch.randn(args.batch_size, 3, 32, 32, device=env.device).to(memory_format=torch.channels_last)
+        for _ in "12"
+    ]
 
     def synchronize():
         if env.device.type == "cuda":
@@ -58,11 +62,17 @@ def bare_speed(flags, steps):
 
 def torchvision_chunk(images):
     torch.set_num_threads(1)
-    pipeline = transforms.Compose([
-        transforms.RandomResizedCrop(32, scale=(0.2, 1.0)), transforms.RandomHorizontalFlip(),
-        transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8), transforms.RandomGrayscale(0.2),
-        transforms.RandomApply([transforms.GaussianBlur(3, (0.1, 2.0))], p=0.5), transforms.ToTensor(),
-        transforms.Normalize((0.5,) * 3, (0.25,) * 3)])
+    pipeline = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(32, scale=(0.2, 1.0)),
+            transforms.RandomHorizontalFlip(),
+            transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+            transforms.RandomGrayscale(0.2),
+            transforms.RandomApply([transforms.GaussianBlur(3, (0.1, 2.0))], p=0.5),
+            transforms.ToTensor(),
+            transforms.Normalize((0.5,) * 3, (0.25,) * 3),
+        ]
+    )
     images = [transforms.functional.to_pil_image(image) for image in images]
     start = time.perf_counter()
     for image in images:
@@ -71,7 +81,9 @@ def torchvision_chunk(images):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--arch", default="resnet18")
     parser.add_argument("--width", default="16")
@@ -79,17 +91,32 @@ def main():
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    flags = ["--device", args.device, "--arch", args.arch, "--width", args.width, "--batch-size", args.batch_size]
+    flags = [
+        "--device",
+        args.device,
+        "--arch",
+        args.arch,
+        "--width",
+        args.width,
+        "--batch-size",
+        args.batch_size,
+    ]
     bare_speed(flags, 3)
     ratios = []
     for _ in range(args.rounds):
         script, bare = script_speed(flags, args.steps), bare_speed(flags, args.steps)
         ratios.append(script / bare)
-        print(f"whole script {script:8.0f} images/s, bare model step {bare:8.0f} images/s, ratio {ratios[-1]:.3f}")
+        print(
+            f"script {script:8.0f} images/s, bare model step {bare:8.0f} images/s, ratio {ratios[-1]:.3f}"
+        )
     print(f"whole script / bare model step: median {statistics.median(ratios):.3f} (target 0.93)")
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    images, augment, ratios = torch.randint(0, 256, (512, 3, 32, 32), dtype=torch.uint8), common.Augment(32), []
+    images, augment, ratios = (
+        torch.randint(0, 256, (512, 3, 32, 32), dtype=torch.uint8),
+        common.Augment(32),
+        [],
+    )
     augment(images)
     with ProcessPoolExecutor(cores) as pool:
         list(pool.map(torchvision_chunk, images.chunk(cores)))
@@ -100,7 +127,9 @@ def main():
                 augment(images)
             fast = 20 * len(images) / (time.perf_counter() - start)
             ratios.append(fast / slow)
-            print(f"Augment {fast:8.0f} images/s, torchvision {slow:8.0f} images/s on {cores} cores, {ratios[-1]:.1f} x")
+            print(
+                f"Augment {fast:8.0f} images/s, torchvision {slow:8.0f} on {cores} cores, {ratios[-1]:.1f} x"
+            )
     print(f"Augment / torchvision: median {statistics.median(ratios):.1f} x (target 8)")
 
 

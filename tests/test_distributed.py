@@ -1,4 +1,5 @@
 """Each loss on gathered embeddings: two processes with different data equal one process with all of it."""
+
 import os
 import socket
 
@@ -9,19 +10,25 @@ from torch import nn
 import common
 import simtrace
 
-LOSSES = {"simtrace": simtrace.simtrace_loss,
-          "simtrace, detached": lambda z1, z2: simtrace.simtrace_loss(z1, z2, detach_cov=True)}
+LOSSES = {
+    "simtrace": simtrace.simtrace_loss,
+    "simtrace, detached": lambda z1, z2: simtrace.simtrace_loss(z1, z2, detach_cov=True),
+}
 
 
 def encoder():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))  # BatchNorm statistics are per process here
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)
+    )  # BatchNorm statistics are per process here
 
 
 def data():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(24, 6, generator=generator)
-    return x + 0.3 * torch.randn(24, 6, generator=generator), x + 0.3 * torch.randn(24, 6, generator=generator)
+    return x + 0.3 * torch.randn(24, 6, generator=generator), x + 0.3 * torch.randn(
+        24, 6, generator=generator
+    )
 
 
 def loss_and_gradients(net, x1, x2, loss_function):
@@ -34,11 +41,15 @@ def loss_and_gradients(net, x1, x2, loss_function):
 
 
 def worker(rank, port, results):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     env = common.init_distributed("cpu")
     net = common.distribute(encoder(), env)
     shard = [x.chunk(2)[rank] for x in data()]
-    results[rank] = {name: loss_and_gradients(net, *shard, loss_function) for name, loss_function in LOSSES.items()}
+    results[rank] = {
+        name: loss_and_gradients(net, *shard, loss_function) for name, loss_function in LOSSES.items()
+    }
     z = torch.full((2, 3), float(rank))
     assert common.gather(z)[:, 0].tolist() == [0, 0, 1, 1]
 
@@ -57,7 +68,9 @@ def two_processes():
 @pytest.mark.parametrize("name", LOSSES)
 def test_world_2_equals_world_1(two_processes, name):
     expected = loss_and_gradients(encoder(), *data(), LOSSES[name])
-    assert sum(g.abs().max() > 0.1 for g in expected) >= 4  # far above the tolerance (the last bias has gradient 0)
+    assert (
+        sum(g.abs().max() > 0.1 for g in expected) >= 4
+    )  # far above the tolerance (the last bias has gradient 0)
     for rank in (0, 1):
         for a, b in zip(two_processes[rank][name], expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

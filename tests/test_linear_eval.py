@@ -1,4 +1,6 @@
-"""Evaluation protocols: closed forms, what is accepted and refused, two processes, what the network is shown."""
+"""Evaluation protocols: closed forms, what is accepted and refused, two processes, what the network is
+shown."""
+
 import json
 
 import numpy as np
@@ -10,9 +12,11 @@ import common
 import linear_eval
 from test_run import run
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """202 training and 67 test images, 16x16, of two classes that even a random network can tell: red, blue."""
+    """202 training and 67 test images, 16x16, of two classes that even a random network can tell: red,
+    blue."""
     root, generator = tmp_path_factory.mktemp("images"), torch.Generator().manual_seed(0)
     for i in range(269):
         path = root / ("train" if i < 202 else "test") / ("blue" if i % 2 else "red") / f"{i:03}.png"
@@ -27,8 +31,19 @@ def backbone(tmp_path_factory):
     """A run folder with the backbone.pt of a random network, of odd mean and std."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("run") / "backbone.pt"
-    common.save_checkpoint(path, dict(state_dict=common.resnet("resnet18", 16, True).state_dict(), arch="resnet18", width=16,
-                                      small_images=True, mean=[0.1] * 3, std=[0.9] * 3, image_size=16, dataset="folder"))
+    common.save_checkpoint(
+        path,
+        dict(
+            state_dict=common.resnet("resnet18", 16, True).state_dict(),
+            arch="resnet18",
+            width=16,
+            small_images=True,
+            mean=[0.1] * 3,
+            std=[0.9] * 3,
+            image_size=16,
+            dataset="folder",
+        ),
+    )
     return path.parent
 
 
@@ -41,7 +56,9 @@ def test_rankme_closed_forms():
     assert linear_eval.rankme(torch.eye(7)) == pytest.approx(7)
     assert linear_eval.rankme(torch.ones(9, 4)) == pytest.approx(1)
     p = np.array([3, 1]) / 4  # singular values 3 and 1
-    assert linear_eval.rankme(torch.diag(torch.tensor([3.0, 1.0]))) == pytest.approx(np.exp(-(p * np.log(p)).sum()))
+    assert linear_eval.rankme(torch.diag(torch.tensor([3.0, 1.0]))) == pytest.approx(
+        np.exp(-(p * np.log(p)).sum())
+    )
 
 
 def test_cka_against_the_kernel_form():
@@ -63,7 +80,20 @@ def test_cka_against_the_kernel_form():
 
 @pytest.mark.parametrize("protocol", ["knn", "frozen-features", "linear"])
 def test_accuracy(capsys, folder, backbone, protocol):
-    result = evaluate(capsys, backbone, "--data-dir", folder, "--protocol", protocol, "--epochs", "5", "--batch-size", "50", "--k", "5")
+    result = evaluate(
+        capsys,
+        backbone,
+        "--data-dir",
+        folder,
+        "--protocol",
+        protocol,
+        "--epochs",
+        "5",
+        "--batch-size",
+        "50",
+        "--k",
+        "5",
+    )
     assert result["protocol"] == protocol and result["n_test"] == 67 and result["n_train"] == 202
     assert result["accuracy"] > 0.9
     assert (result["accuracy"] * 67) == pytest.approx(round(result["accuracy"] * 67))
@@ -71,7 +101,9 @@ def test_accuracy(capsys, folder, backbone, protocol):
 
 def test_rankme_and_cka_protocols(capsys, folder, backbone):
     assert 1 <= evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "rankme")["rankme"] <= 128
-    same = evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "cka", "--other", backbone / "backbone.pt")
+    same = evaluate(
+        capsys, backbone, "--data-dir", folder, "--protocol", "cka", "--other", backbone / "backbone.pt"
+    )
     assert same["cka"] == pytest.approx(1)
 
 
@@ -79,7 +111,9 @@ def test_the_backbone_is_not_changed(capsys, folder, backbone, monkeypatch):
     seen = []
     original = linear_eval.fingerprint
     monkeypatch.setattr(linear_eval, "fingerprint", lambda module: seen.append(original(module)) or seen[-1])
-    evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "linear", "--epochs", "1", "--batch-size", "50")
+    evaluate(
+        capsys, backbone, "--data-dir", folder, "--protocol", "linear", "--epochs", "1", "--batch-size", "50"
+    )
     network, _ = linear_eval.load_backbone(backbone)
     assert seen == [original(network)] * 2
     network.bn1.running_mean += 1
@@ -112,23 +146,45 @@ def test_two_processes_count_every_test_image_once(capsys, folder, backbone):
 
 
 def test_checkpoint_and_run_folder_hold_the_same_backbone(tmp_path, folder):
-    run("simtrace.py", "--dataset", "folder", "--data-dir", folder, "--width", "4", "--projector", "16-8", "--epochs", "1",
-        "--batch-size", "32", "--max-steps", "1", "--out", tmp_path)
+    run(
+        "simtrace.py",
+        "--dataset",
+        "folder",
+        "--data-dir",
+        folder,
+        "--width",
+        "4",
+        "--projector",
+        "16-8",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "32",
+        "--max-steps",
+        "1",
+        "--out",
+        tmp_path,
+    )
     a, about = linear_eval.load_backbone(tmp_path)
     b, _ = linear_eval.load_backbone(tmp_path / "checkpoint.pt")
     assert about["image_size"] == 32 and about["mean"] == pytest.approx(list(common.STATS["imagenet"][0]))
     assert linear_eval.fingerprint(a) == linear_eval.fingerprint(b)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda s: s.update(state_dict={"module.encoder_q." + k: v for k, v in s["state_dict"].items()}),
-     ["module.encoder_q.conv1.weight"]),
-    (lambda s: s["state_dict"].pop("bn1.weight"), ["conv1.weight"]),
-    (lambda s: s["state_dict"].update({"fc.weight": torch.zeros(2, 128)}), ["conv1.weight"]),
-    (lambda s: s.update(width=8), ["conv1.weight"]),
-    (lambda s: s.pop("arch"), ["conv1.weight"]),
-    (lambda s: [s.clear(), s.update({"layer.weight": torch.zeros(1)})], ["layer.weight"]),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            lambda s: s.update(state_dict={"module.encoder_q." + k: v for k, v in s["state_dict"].items()}),
+            ["module.encoder_q.conv1.weight"],
+        ),
+        (lambda s: s["state_dict"].pop("bn1.weight"), ["conv1.weight"]),
+        (lambda s: s["state_dict"].update({"fc.weight": torch.zeros(2, 128)}), ["conv1.weight"]),
+        (lambda s: s.update(width=8), ["conv1.weight"]),
+        (lambda s: s.pop("arch"), ["conv1.weight"]),
+        (lambda s: [s.clear(), s.update({"layer.weight": torch.zeros(1)})], ["layer.weight"]),
+    ],
+)
 def test_foreign_weights_are_refused(capsys, backbone, tmp_path, change, words):
     state = torch.load(backbone / "backbone.pt")
     change(state)
@@ -140,14 +196,17 @@ def test_foreign_weights_are_refused(capsys, backbone, tmp_path, change, words):
     assert all(word in error for word in words)
 
 
-@pytest.mark.parametrize("args, status, words", [
-    (["/no/such/run"], 1, ["/no/such/run"]),
-    (["RUN", "--protocol", "cka"], 2, ["--other"]),
-    (["RUN", "--protocol", "best-epoch"], 2, ["--protocol"]),
-    (["RUN", "--k", "0"], 2, ["--k"]),
-    (["RUN", "--data-dir", "FLAT"], 1, ["FLAT"]),
-    (["RUN", "--data-dir", "/no/such/folder"], 1, ["/no/such/folder"]),
-])
+@pytest.mark.parametrize(
+    "args, status, words",
+    [
+        (["/no/such/run"], 1, ["/no/such/run"]),
+        (["RUN", "--protocol", "cka"], 2, ["--other"]),
+        (["RUN", "--protocol", "best-epoch"], 2, ["--protocol"]),
+        (["RUN", "--k", "0"], 2, ["--k"]),
+        (["RUN", "--data-dir", "FLAT"], 1, ["FLAT"]),
+        (["RUN", "--data-dir", "/no/such/folder"], 1, ["/no/such/folder"]),
+    ],
+)
 def test_errors(capsys, folder, backbone, tmp_path, args, status, words):
     for split in ("train", "test"):  # a flat, unlabelled folder
         (tmp_path / "flat" / split).mkdir(parents=True)

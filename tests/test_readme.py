@@ -1,4 +1,6 @@
-"""Every command and code block of README runs: two at a time, long ones cut to a step, on a few small images."""
+"""Every command and code block of README runs: two at a time, long ones cut to a step, on a few small
+images."""
+
 import os
 import pickle
 import re
@@ -15,13 +17,19 @@ import torchvision
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line.split("&& ")[-1] for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
-SHORT = "--max-steps 1 --arch resnet18 --width 4 --projector 16-8 --batch-size 16 --limit-images 64 --image-size 32".split()
+COMMANDS = [
+    line.split("&& ")[-1]
+    for block in re.findall(r"```sh\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+]
+SHORT = "--max-steps 1 --arch resnet18 --width 4 --projector 16-8 --batch-size 16 --limit-images 64".split()
+SHORT += ["--image-size", "32"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with the scripts, a CIFAR-10 of noise in torchvision's layout, and an ImageNet of two classes."""
+    """A folder with the scripts, a CIFAR-10 of noise in torchvision's layout, and an ImageNet of two
+    classes."""
     place, generator = tmp_path_factory.mktemp("readme"), np.random.default_rng(0)
     for script in ROOT.glob("*.py"):
         shutil.copy(script, place)
@@ -32,7 +40,9 @@ def place(tmp_path_factory):
         (cifar / name).write_bytes(pickle.dumps({"data": pixels, "labels": [i % 10 for i in range(64)]}))
     (cifar / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
     (place / "sitecustomize.py").write_text(  # these are not the files whose md5 sums torchvision knows
-        "from torchvision.datasets import CIFAR10\nCIFAR10._check_integrity = lambda self: True\nCIFAR10.meta['md5'] = None\n")
+        "from torchvision.datasets import CIFAR10\nCIFAR10._check_integrity = lambda self: True\n"
+        "CIFAR10.meta['md5'] = None\n"
+    )
     for split in ("train", "val"):
         for i in range(64):
             path = place / "DIR" / "imagenet" / split / "ab"[i % 2] / f"{i}.jpg"
@@ -47,8 +57,14 @@ def run(command, place, *extra):
     words = command.split()
     launcher = [sys.executable, "-m", "torch.distributed.run"] if words[0] == "torchrun" else [sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([*launcher, *words[1:], *extra], cwd=place, env=environment, text=True, capture_output=True,
-                            timeout=150)
+    result = subprocess.run(
+        [*launcher, *words[1:], *extra],
+        cwd=place,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=150,
+    )
     assert result.returncode == 0, (command, result.stderr)
     return result.stdout
 
@@ -62,8 +78,10 @@ def port_for(command, i):
 
 def test_the_first_two_commands_are_one_line_each():
     first = re.search(r"```sh\n(.*?)```", README, re.S).group(1).splitlines()
-    assert first == ["pip install -r requirements.txt && torchrun simtrace.py",
-                     "pip install -r requirements.txt && python -m pytest"]
+    assert first == [
+        "pip install -r requirements.txt && torchrun simtrace.py",
+        "pip install -r requirements.txt && python -m pytest",
+    ]
     assert first[1] in (ROOT / ".ci" / "run").read_text()
 
 
@@ -78,18 +96,42 @@ def test_training_commands(place):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(train, [i for i, c in enumerate(commands) if c not in together]))
-        list(pool.map(lambda c: run(c.replace("--nproc_per_node=8", "--nproc_per_node=1"), place, *SHORT), together * 2))
+        list(
+            pool.map(
+                lambda c: run(c.replace("--nproc_per_node=8", "--nproc_per_node=1"), place, *SHORT),
+                together * 2,
+            )
+        )
 
 
 def test_evaluation_commands_and_code(place):
-    run("python simtrace.py --dataset cifar10", place, "--max-steps", "1", "--projector", "16-8", "--batch-size", "16")
+    run(
+        "python simtrace.py --dataset cifar10",
+        place,
+        "--max-steps",
+        "1",
+        "--projector",
+        "16-8",
+        "--batch-size",
+        "16",
+    )
     commands = [c for c in COMMANDS if "linear_eval.py" in c]
     assert len(commands) == 5
     with ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(lambda i: run(port_for(commands[i], i), place, *(
-            ["--epochs", "1"] if "linear" in commands[i] or "frozen" in commands[i] else [])), range(5)))
+        outputs = list(
+            pool.map(
+                lambda i: run(
+                    port_for(commands[i], i),
+                    place,
+                    *(["--epochs", "1"] if "linear" in commands[i] or "frozen" in commands[i] else []),
+                ),
+                range(5),
+            )
+        )
     assert all(output.splitlines()[-1].startswith('{"protocol": ') for output in outputs)
-    assert {c for c in COMMANDS if "simtrace.py" not in c and "linear_eval.py" not in c} == {"python -m pytest"}
+    assert {c for c in COMMANDS if "simtrace.py" not in c and "linear_eval.py" not in c} == {
+        "python -m pytest"
+    }
 
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     (place / "blocks.py").write_text("import common\n" + "\n".join(blocks))

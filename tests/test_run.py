@@ -1,4 +1,5 @@
-"""Whole training runs as processes of their own: resume, signals, two processes, errors, the files of a run folder."""
+"""Whole training runs: resume, signals, two processes, errors, the files of a run folder."""
+
 import importlib
 import json
 import os
@@ -19,13 +20,33 @@ import torchvision
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [p.name for p in sorted(ROOT.glob("*.py")) if p.name not in ("common.py", "linear_eval.py")]
-TINY = ["--dataset", "folder", "--data-dir", tempfile.mkdtemp(), "--width", "4", "--projector", "32-32-8", "--device", "cpu",
-        "--batch-size", "32", "--epochs", "2", "--base-lr", "3", "--warmup-epochs", "0.5", "--eval-every", "9"]
+TINY = [
+    "--dataset",
+    "folder",
+    "--data-dir",
+    tempfile.mkdtemp(),
+    "--device",
+    "cpu",
+    "--width",
+    "4",
+    "--projector",
+    "32-32-8",
+    "--batch-size",
+    "32",
+    "--epochs",
+    "2",
+    "--base-lr",
+    "3",
+    "--warmup-epochs",
+    "0.5",
+    "--eval-every",
+    "9",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def images():
-    """320 training images (10 steps an epoch) and 64 test images of 16x16 noise in two classes, one darker."""
+    """320 training images (10 steps an epoch) and 64 test images: 16x16 noise of two classes, one darker."""
     generator, folder = torch.Generator().manual_seed(0), Path(TINY[3])
     for i in range(384):
         path = folder / ("train" if i < 320 else "test") / ("dark" if i % 2 else "light") / f"{i:03}.png"
@@ -42,11 +63,30 @@ def start(script, *args, world=1, env=None, **options):
         port = s.getsockname()[1]
     processes = []
     for rank in range(world):
-        launcher = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
-                        MASTER_PORT=port, OMP_NUM_THREADS=1) if world > 1 else {}
+        launcher = (
+            {}
+            if world == 1
+            else dict(
+                RANK=rank,
+                LOCAL_RANK=rank,
+                WORLD_SIZE=world,
+                LOCAL_WORLD_SIZE=world,
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                OMP_NUM_THREADS=1,
+            )
+        )
         env_ = {**os.environ, **{k: str(v) for k, v in launcher.items()}, **(env or {})}
-        processes.append(subprocess.Popen([sys.executable, str(ROOT / script), *map(str, args)], env=env_, text=True,
-                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(ROOT / script), *map(str, args)],
+                env=env_,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                **options,
+            )
+        )
     return processes
 
 
@@ -71,7 +111,7 @@ def run(script, *args, **options):
 
 
 def run_here(capfd, script, *args):
-    """One run without a launcher, in this process, which saves the start of a new one: (status, stdout, stderr)."""
+    """One run without a launcher, in this process, as that starts sooner: (status, stdout, stderr)."""
     module, status, hook = importlib.import_module(script.removesuffix(".py")), 0, sys.excepthook
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
@@ -87,8 +127,8 @@ def run_here(capfd, script, *args):
 
 def weights(folder):
     state = torch.load(folder / "checkpoint.pt")  # default options
-    return {**state["model"], **{f"{k}.{n}": v for k, s in state["optimizer"]["state"].items() for n, v in s.items()},
-            **state["probe"]}
+    momentum = {f"{k}.{n}": v for k, s in state["optimizer"]["state"].items() for n, v in s.items()}
+    return {**state["model"], **momentum, **state["probe"]}
 
 
 def assert_same(a, b):
@@ -102,7 +142,8 @@ def log(folder):
 
 def same_rows(a, b):
     return [{k: v for k, v in row.items() if k != "images_per_s"} for row in a] == [
-        {k: v for k, v in row.items() if k != "images_per_s"} for row in b]
+        {k: v for k, v in row.items() if k != "images_per_s"} for row in b
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +155,14 @@ def whole(tmp_path_factory):
 
 
 def test_run_folder(whole):
-    assert {p.name for p in whole.iterdir()} == {"args.json", "log.jsonl", "checkpoint.pt", "backbone.pt", "views.png",
-                                                 "affinity.png"}
+    assert {p.name for p in whole.iterdir()} == {
+        "args.json",
+        "log.jsonl",
+        "checkpoint.pt",
+        "backbone.pt",
+        "views.png",
+        "affinity.png",
+    }
     rows = log(whole)
     assert [(row["epoch"], row["step"]) for row in rows] == [(1, 10), (2, 20)]
     assert {"lr", "loss", "alignment", "images_per_s", "embedding_std", "probe_accuracy"} <= rows[0].keys()
@@ -146,7 +193,8 @@ def test_signals(whole, tmp_path, number, status):
     process.send_signal(number)
     ((code, _, err),) = finish([process])
     assert code == status
-    assert err.startswith("stopped at step") and err.endswith("the same command continues\n") and err.count("\n") == 1
+    assert err.startswith("stopped at step") and err.endswith("the same command continues\n")
+    assert err.count("\n") == 1
     run("simtrace.py", *TINY, "--out", out)
     assert_same(weights(out), weights(whole))
 
@@ -189,8 +237,12 @@ def test_sigterm_at_two_processes(tmp_path):
 
 def test_no_launcher_is_torchrun_with_one_process(whole, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(ROOT / "simtrace.py")]
-    subprocess.run([*torchrun, *TINY, "--out", str(tmp_path / "run"), "--max-steps", "20"], check=True, timeout=120,
-                   capture_output=True)
+    subprocess.run(
+        [*torchrun, *TINY, "--out", str(tmp_path / "run"), "--max-steps", "20"],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
     assert_same(weights(tmp_path / "run"), weights(whole))
 
 
@@ -220,31 +272,41 @@ ALONE = [
 TOGETHER = [ALONE[0], ALONE[5], ALONE[6], ALONE[7], ALONE[-2], ALONE[-1]]  # a kind each: slow to start
 
 
-@pytest.mark.parametrize("world, args, status, words", [(1, *case) for case in ALONE] + [(2, *case) for case in TOGETHER])
+@pytest.mark.parametrize(
+    "world, args, status, words", [(1, *case) for case in ALONE] + [(2, *case) for case in TOGETHER]
+)
 def test_errors(capfd, tmp_path, world, args, status, words):
     if "cuda" in args and torch.cuda.is_available() or "mps" in args and torch.backends.mps.is_available():
         return
     args = [*TINY, "--out", tmp_path / "run", *args]
-    results = finish(start("simtrace.py", *args, world=2), timeout=60) if world == 2 else [
-        run_here(capfd, "simtrace.py", *args)]
+    results = (
+        finish(start("simtrace.py", *args, world=2), timeout=60)
+        if world == 2
+        else [run_here(capfd, "simtrace.py", *args)]
+    )
     assert_refused(results, status, *words)
 
 
 def test_batch_that_two_processes_cannot_share(tmp_path):
-    assert_refused(finish(start("simtrace.py", *TINY, "--out", tmp_path, "--batch-size", "31", world=2)), 2, "31", "2")
+    results = finish(start("simtrace.py", *TINY, "--out", tmp_path, "--batch-size", "31", world=2))
+    assert_refused(results, 2, "31", "2")
 
 
 def test_other_settings_and_damaged_files_are_refused(capfd, tmp_path):
     out = tmp_path / "run"
     assert run_here(capfd, "simtrace.py", *TINY, "--out", out, "--max-steps", "2")[0] == 0
     before = (out / "checkpoint.pt").read_bytes()
-    for results in ([run_here(capfd, "simtrace.py", *TINY, "--out", out, "--base-lr", "7")],
-                    finish(start("simtrace.py", *TINY, "--out", out, "--base-lr", "7", world=2))):
+    for results in (
+        [run_here(capfd, "simtrace.py", *TINY, "--out", out, "--base-lr", "7")],
+        finish(start("simtrace.py", *TINY, "--out", out, "--base-lr", "7", world=2)),
+    ):
         assert_refused(results, 1, "base_lr", "7")
     assert (out / "checkpoint.pt").read_bytes() == before
     (out / "checkpoint.pt").write_bytes(before[:5000])
-    for results in ([run_here(capfd, "simtrace.py", *TINY, "--out", out)],
-                    finish(start("simtrace.py", *TINY, "--out", out, world=2))):
+    for results in (
+        [run_here(capfd, "simtrace.py", *TINY, "--out", out)],
+        finish(start("simtrace.py", *TINY, "--out", out, world=2)),
+    ):
         assert_refused(results, 1, "checkpoint.pt")
     torch.save({"step": 2, "sums": {}, "model": {"strange": torch.zeros(1)}}, out / "checkpoint.pt")
     assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out)], 1, str(out), "strange")
@@ -264,7 +326,7 @@ def test_full_disk(capfd, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda state, file: full(file))
-        assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out)], 1, "No space left", "backbone.pt")
+        assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out)], 1, "No space", "backbone.pt")
     assert {p.name for p in out.iterdir()} == before.keys()
     assert (out / "checkpoint.pt").read_bytes() == before["checkpoint.pt"]
     assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 0
@@ -279,12 +341,27 @@ def test_not_finite_keeps_the_last_checkpoint(capfd, tmp_path):
     state["model"]["projector.0.weight"].fill_(float("inf"))
     torch.save(state, out / "checkpoint.pt")
     before = (out / "checkpoint.pt").read_bytes()
-    assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out, "--seed", "1")], 1, "loss is nan at step 2")
+    result = run_here(capfd, "simtrace.py", *TINY, "--out", out, "--seed", "1")
+    assert_refused([result], 1, "loss is nan at step 2", "lr")
     assert (out / "checkpoint.pt").read_bytes() == before and all(v.isfinite().all() for v in good.values())
 
 
 def test_default_warnings_are_not_ours(tmp_path):
     """No deprecated call: warnings raised by our own modules are errors."""
-    flags = [x for m in ("__main__", "common") for c in ("Future", "Deprecation") for x in ("-W", f"error::{c}Warning:{m}")]
-    subprocess.run([sys.executable, *flags, str(ROOT / "simtrace.py"), *TINY, "--out", str(tmp_path), "--max-steps", "2"],
-                   check=True, timeout=120, capture_output=True)
+    flags = [
+        x
+        for module in ("__main__", "common")
+        for kind in ("Future", "Deprecation")
+        for x in ("-W", f"error::{kind}Warning:{module}")
+    ]
+    command = [
+        sys.executable,
+        *flags,
+        str(ROOT / "simtrace.py"),
+        *TINY,
+        "--out",
+        str(tmp_path),
+        "--max-steps",
+        "2",
+    ]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)

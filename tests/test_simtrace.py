@@ -1,4 +1,5 @@
 """SimTrace's loss against the paper's N x N form in float64, closed forms, invariances, gradients."""
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +11,15 @@ SIZES = [(8, 3), (20, 7), (5, 2)]  # (N, D), N != D
 
 def views(n, d, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    z1 = torch.randn(n, d, generator=generator, dtype=torch.float64) @ torch.randn(d, d, generator=generator, dtype=torch.float64)
+    z1 = torch.randn(n, d, generator=generator, dtype=torch.float64) @ torch.randn(
+        d, d, generator=generator, dtype=torch.float64
+    )
     return z1 + 3, 0.5 * z1 + torch.randn(n, d, generator=generator, dtype=torch.float64)
 
 
 def slow_loss(z1, z2, eps):
-    """Eq. 3 as it is written: the whole N x N affinity of the whitened views, entry by entry, and its trace."""
+    """Eq. 3 as it is written: the whole N x N affinity of the whitened views, entry by entry, and its
+    trace."""
     z1, z2 = z1.numpy(), z2.numpy()
     n, d = z1.shape
     mu, S = np.zeros(d), eps * np.eye(d)
@@ -82,10 +86,14 @@ def test_detach_cov_is_the_gradient_at_constant_mu_and_s():
     full = z1.detach().clone().requires_grad_()
     simtrace_loss(full, z2, eps=1e-3).backward()
     assert not torch.allclose(full.grad, z1.grad, rtol=0.1)
-    assert simtrace_loss(z1, z2, 1e-3, True).item() == pytest.approx(simtrace_loss(z1, z2, 1e-3).item(), abs=1e-12)
+    assert simtrace_loss(z1, z2, 1e-3, True).item() == pytest.approx(
+        simtrace_loss(z1, z2, 1e-3).item(), abs=1e-12
+    )
 
 
-@pytest.mark.parametrize("z", [torch.ones(8, 4), torch.zeros(8, 4), torch.randn(4, 16), torch.randn(1, 1).repeat(6, 3)])
+@pytest.mark.parametrize(
+    "z", [torch.ones(8, 4), torch.zeros(8, 4), torch.randn(4, 16), torch.randn(1, 1).repeat(6, 3)]
+)
 def test_singular_covariance_is_finite(z):
     z1, z2 = z.clone().requires_grad_(), z.clone().requires_grad_()
     loss = simtrace_loss(z1, z2)
