@@ -360,7 +360,9 @@ def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
     for i, pattern in enumerate(PATTERNS.values()):
         field[i::10, 0] = pattern(*(v[i::10] for v in plane))
     ink = field.mul_(torch.where(uniform(0, 1, 1, 1, 1) < 0.5, 4.0, -4.0)).sigmoid_()
-    image = uniform(0, 0.45, 3, 1, 1).lerp(uniform(0.55, 1, 3, 1, 1), ink)
+    dark = uniform(0, 0.35, 1, 1, 1) + uniform(0, 0.15, 3, 1, 1)
+    light = uniform(0.55, 0.85, 1, 1, 1) + uniform(0, 0.15, 3, 1, 1)
+    image = dark.lerp(light, ink)
     image += uniform(0, 0.12, 1, 1, 1) * torch.randn(n, 1, 16, 16, generator=generator)
     image = image.clamp_(0, 1).mul_(255).round_().to(torch.uint8)
     a, b, c, d = image.chunk(4)  # of each kind in turn, so that the four belong together

@@ -69,7 +69,7 @@ def two_processes():
 def test_world_2_equals_world_1(two_processes, name):
     expected = loss_and_gradients(encoder(), *data(), LOSSES[name])
     assert (
-        sum(g.abs().max() > 0.1 for g in expected) >= 4
+        sum(g.abs().max() > 0.01 for g in expected) >= 4
     )  # far above the tolerance (the last bias has gradient 0)
     for rank in (0, 1):
         for a, b in zip(two_processes[rank][name], expected, strict=True):

@@ -140,7 +140,7 @@ def test_two_processes_count_every_test_image_once(capsys, folder, backbone):
     """67 test images: two ranks cannot share them evenly."""
     for protocol in ("knn", "frozen-features"):
         args = [backbone, "--data-dir", folder, "--protocol", protocol, "--device", "cpu", "--epochs", "3"]
-        alone = json.loads(run("linear_eval.py", *args)[0][1].splitlines()[-1])
+        alone = evaluate(capsys, *args)
         two = run("linear_eval.py", *args, world=2)
         assert json.loads(two[0][1].splitlines()[-1]) == alone and two[1][1] == ""
 

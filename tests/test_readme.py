@@ -15,6 +15,8 @@ import pytest
 import torch
 import torchvision
 
+import common
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -105,34 +107,29 @@ def test_training_commands(place):
 
 
 def test_evaluation_commands_and_code(place):
-    run(
-        "python simtrace.py --dataset cifar10",
-        place,
-        "--max-steps",
-        "1",
-        "--projector",
-        "16-8",
-        "--batch-size",
-        "16",
-    )
+    run("python simtrace.py --dataset cifar10", place, *SHORT)
     commands = [c for c in COMMANDS if "linear_eval.py" in c]
     assert len(commands) == 5
-    with ThreadPoolExecutor(2) as pool:
-        outputs = list(
-            pool.map(
-                lambda i: run(
-                    port_for(commands[i], i),
-                    place,
-                    *(["--epochs", "1"] if "linear" in commands[i] or "frozen" in commands[i] else []),
-                ),
-                range(5),
-            )
-        )
-    assert all(output.splitlines()[-1].startswith('{"protocol": ') for output in outputs)
-    assert {c for c in COMMANDS if "simtrace.py" not in c and "linear_eval.py" not in c} == {
-        "python -m pytest"
-    }
 
+    def evaluate(i):
+        probe = "linear" in commands[i].split("--protocol")[1] or "frozen" in commands[i]
+        return run(port_for(commands[i], i), place, *(["--epochs", "1"] if probe else []))
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(evaluate, range(len(commands))))
+    assert all(output.splitlines()[-1].startswith('{"protocol": ') for output in outputs)
+    others = {c for c in COMMANDS if "simtrace.py" not in c and "linear_eval.py" not in c}
+    assert others == {"python -m pytest"}
+
+
+def test_code_blocks(place):
+    """The first wants a backbone of full width; the others go on from each other."""
+    backbone = common.resnet("resnet18", 64, small_images=True)
+    (place / "runs" / "simtrace-cifar10").mkdir(parents=True, exist_ok=True)
+    common.save_checkpoint(
+        place / "runs" / "simtrace-cifar10" / "backbone.pt",
+        dict(state_dict=backbone.state_dict(), arch="resnet18", width=64, small_images=True),
+    )
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     (place / "blocks.py").write_text("import common\n" + "\n".join(blocks))
     output = run("python blocks.py", place)

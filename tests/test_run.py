@@ -18,6 +18,8 @@ import pytest
 import torch
 import torchvision
 
+import simtrace
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [p.name for p in sorted(ROOT.glob("*.py")) if p.name not in ("common.py", "linear_eval.py")]
 TINY = [
@@ -365,3 +367,50 @@ def test_default_warnings_are_not_ours(tmp_path):
         "2",
     ]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
+
+
+def model_after(capfd, tmp_path, *flags, steps="3"):
+    run_here(capfd, "simtrace.py", *TINY, "--out", tmp_path, "--max-steps", steps, *flags)
+    return torch.load(tmp_path / "checkpoint.pt")["model"]
+
+
+@pytest.mark.parametrize("momentum", ["0", "0.9", "1"])
+def test_momentum_encoder(capfd, tmp_path, momentum):
+    """Momentum 1 leaves the copy at the initial network, 0 makes it the trained one; BatchNorm's buffers are copied."""
+    start = model_after(capfd, tmp_path / "start", "--momentum-encoder", "1", steps="1")
+    model = model_after(capfd, tmp_path / "run", "--momentum-encoder", momentum, "--predictor")
+    for key, value in model.items():
+        if not key.startswith("target."):
+            continue
+        online = "backbone" if key.startswith("target.0.") else "projector"
+        trained = model[online + key.removeprefix("target.0").removeprefix("target.1")]
+        is_buffer = "running" in key or "num_batches" in key
+        assert torch.equal(value, trained) == (momentum == "0" or is_buffer), key
+        if momentum == "1" and not is_buffer:
+            assert torch.equal(value, start[key]), key
+
+
+@pytest.mark.parametrize("flags", [[], ["--predictor"], ["--momentum-encoder", "0.9"]])
+def test_every_trained_parameter_has_a_gradient_and_no_other(flags):
+    args = simtrace.parse_args([*TINY, *flags])
+    model = simtrace.Model(args, small_images=True)
+    _, z1, z2 = model(torch.randn(16, 3, 16, 16), torch.randn(16, 3, 16, 16))
+    simtrace.simtrace_loss(z1, z2).backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == name.startswith("target."), name
+        assert p.requires_grad != name.startswith("target."), name
+
+
+def test_momentum_encoder_survives_a_restart(capfd, tmp_path):
+    flags = ["--momentum-encoder", "0.9", "--predictor"]
+    model_after(capfd, tmp_path / "two", *flags, steps="3")
+    two = model_after(capfd, tmp_path / "two", *flags, steps="12")
+    assert_same(two, model_after(capfd, tmp_path / "one", *flags, steps="12"))
+
+
+def test_training_raises_knn(capfd, tmp_path):
+    """Two epochs of the default run."""
+    status, out, _ = run_here(capfd, "simtrace.py", "--epochs", "2", "--out", tmp_path, "--device", "cpu")
+    last = log(tmp_path)[-1]
+    assert status == 0 and "raw pixels" in out
+    assert last["knn_accuracy"] > last["knn_init"] + 0.08 and last["knn_accuracy"] > last["knn_pixels"] + 0.08
