@@ -53,6 +53,7 @@ def init_distributed(device: str = "auto") -> SimpleNamespace:
     if device == "cuda":
         device = f"cuda:{local_rank}"
         torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)

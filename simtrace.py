@@ -33,7 +33,7 @@ CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, 
              weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
 IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)  # 512: ours
 RECIPES = {
-    "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=8, batch_size=256, base_lr=3.0,
+    "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
                      warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
@@ -108,9 +108,10 @@ class Model(nn.Module):
 def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
     """Covariance of the whitened embeddings of both views, the identity, and their cross-covariance, which
     becomes diagonal with training: minus half its trace is the loss."""
+    z1, z2 = z1.cpu().double(), z2.cpu().double()
     mu = torch.cat([z1, z2]).mean(0)
     S = ((z1 - mu).T @ (z1 - mu) + (z2 - mu).T @ (z2 - mu)) / (2 * len(z1))
-    L = torch.linalg.cholesky(S + 1e-4 * torch.eye(len(S), device=S.device))
+    L = torch.linalg.cholesky(S + 1e-4 * (S.trace() / len(S) + 1e-12) * torch.eye(len(S)))
     w1, w2 = (torch.linalg.solve_triangular(L, (z - mu).T, upper=False) for z in (z1, z2))  # (D, N)
     return [(w1 @ w1.T + w2 @ w2.T) / (2 * len(z1)), w1 @ w2.T / len(z1)]
 

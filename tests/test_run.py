@@ -414,3 +414,11 @@ def test_training_raises_knn(capfd, tmp_path):
     last = log(tmp_path)[-1]
     assert status == 0 and "raw pixels" in out
     assert last["knn_accuracy"] > last["knn_init"] + 0.08 and last["knn_accuracy"] > last["knn_pixels"] + 0.08
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_data_and_no_internet(tmp_path, world):
+    env = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    args = ["--dataset", "cifar10", "--data-dir", tmp_path / "none", "--out", tmp_path / "run", "--device", "cpu"]
+    results = finish(start("simtrace.py", *args, world=world, env=env), timeout=30)
+    assert_refused(results, 1, "cifar10", str(tmp_path / "none"), "cifar-10-batches-py")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from simtrace import simtrace_loss
+from simtrace import picture, simtrace_loss
 
 SIZES = [(8, 3), (20, 7), (5, 2)]  # (N, D), N != D
 
@@ -115,3 +115,13 @@ def test_half_precision_input_is_computed_in_float32():
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(slow_loss(z1.double(), z2.double(), 1e-4), rel=1e-3)
     assert simtrace_loss(z1.double(), z2.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_picture(scale):
+    """Identity, and a diagonal of minus twice the loss; constant embeddings, which no matrix can whiten, do not fail."""
+    z1, z2 = (z * scale for z in views(200, 4))
+    identity, cross = picture(z1, z2)
+    torch.testing.assert_close(identity, torch.eye(4, dtype=torch.float64), atol=2e-2, rtol=0)
+    assert cross.trace().item() == pytest.approx(-2 * slow_loss(z1 / scale, z2 / scale, 0.0), rel=2e-2)
+    assert all(m.isfinite().all() for m in picture(torch.ones(8, 4), torch.ones(8, 4)))
