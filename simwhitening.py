@@ -1,0 +1,161 @@
+"""SimWhitening, of UniCLR: Li et al., "A Unified Framework for Contrastive Learning from a Perspective of
+Affinity Matrix", arXiv 2211.14516, Sec. 3.2.
+
+    Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   S = (Z - mu)^T (Z - mu) / (2N) + eps I = L L^T
+    w    = (z - mu) L^-T                                                         whitened rows, Eq. 2
+    A    = norm(w1) norm(w2)^T / tau   (N, N)                                    Eq. 2, normalised as in Sec. 3.2
+    loss = CE(A, arange(N)) + gamma ||A - A^T||_F                                Eq. 5, Eq. 6
+
+SimAffinity on whitened embeddings: one joint mean and covariance for both views, Cholesky whitening, the gradient
+flows through mu and S. Siblings: simaffinity.py does not whiten; simwhitening.py keeps only the trace of A.
+
+Ours, not the paper's: tau 0.2; 1/(2N) and eps (after the normalisation only eps can tell the difference); the
+last width 512 of the projector on imagenet and imagenet100 (the paper's 2048 makes S singular at its batch of
+512: 2N must be above D); all recipes but cifar10, cifar100, imagenet100 and imagenet.
+
+    torchrun simwhitening.py                                             a CPU: minutes, nothing to download
+    torchrun simwhitening.py --dataset cifar10                           a GPU: the paper's recipe
+    torchrun --nproc_per_node=8 simwhitening.py --dataset imagenet --data-dir DIR
+
+Not measured yet.
+"""
+import argparse
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import common
+
+CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
+             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
+IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)  # 512: ours
+RECIPES = {
+    "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=7, batch_size=256, base_lr=3.0,
+                     bias_lr=0.01, warmup_epochs=1.0),
+    "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
+    "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
+    "folder": dict(CIFAR, epochs=200, batch_size=256, warmup_epochs=10.0)}
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="simwhitening.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tau", type=float, default=0.2, help="temperature (ours, as in the authors' port)")
+    parser.add_argument("--gamma", type=float, default=0.01, help="weight of the symmetry term (Eq. 6)")
+    parser.add_argument("--eps", type=float, default=1e-4, help="ridge on S (ours)")
+    parser.add_argument("--momentum-encoder", type=float, metavar="M",
+                        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
+    parser.add_argument("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
+    common.add_run_args(parser)
+    args = common.parse_run_args(parser, RECIPES, argv)
+    if args.momentum_encoder is not None and not 0 <= args.momentum_encoder <= 1:
+        parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
+    if args.tau <= 0:
+        parser.error(f"--tau {args.tau} must be positive")
+    n, d = args.batch_size, int(args.projector.split("-")[-1])
+    if d >= 2 * n:
+        parser.error(f"--batch-size {n} and embedding dimension {d}: the covariance of 2 x {n} embeddings is "
+                     f"singular; take a batch above {d // 2} or a --projector that ends below {2 * n}")
+    return args
+
+
+def whiten(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows of both views with joint mean 0 and, at eps = 0, joint covariance I; nan if S is not positive definite."""
+    n, d = z1.shape
+    mu = torch.cat([z1, z2]).mean(0)  # (D,)
+    z1, z2 = z1 - mu, z2 - mu
+    S = (z1.T @ z1 + z2.T @ z2) / (2 * n) + eps * torch.eye(d, dtype=z1.dtype, device=z1.device)  # (D, D)
+    L, failed = torch.linalg.cholesky_ex(S)  # S = L L^T; unlike cholesky(), no wait for the device
+    w = torch.linalg.solve_triangular(L, torch.cat([z1, z2]).T, upper=False).T  # (2N, D), Eq. 2
+    w1, w2 = torch.where(failed == 0, w, torch.nan).chunk(2)
+    return w1, w2
+
+
+def simwhitening_loss(z1: Tensor, z2: Tensor, tau: float = 0.2, gamma: float = 0.01,
+                      eps: float = 1e-4) -> tuple[Tensor, dict[str, Tensor]]:
+    """SimWhitening's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its terms
+    ce and sym, unweighted."""
+    with torch.autocast(z1.device.type, enabled=False):
+        z1, z2 = (z if z.dtype == torch.float64 else z.float() for z in (z1, z2))
+        w1, w2 = whiten(z1, z2, eps)  # (N, D) each
+        A = F.normalize(w1, dim=1) @ F.normalize(w2, dim=1).T / tau  # (N, N)
+        ce = F.cross_entropy(A, torch.arange(len(A), device=A.device))  # Eq. 5
+        sym = torch.linalg.norm(A - A.T)  # Eq. 6
+        loss = ce + gamma * sym if gamma else ce
+        return loss, {"ce": ce.detach(), "sym": sym.detach()}
+
+
+def mlp(widths: list[int]) -> nn.Sequential:
+    """Linear layers, BatchNorm after each, ReLU after each but the last (Sec. 4)."""
+    layers = []
+    for a, b in zip(widths[:-1], widths[1:]):
+        layers += [nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers[:-1])
+
+
+class Model(nn.Module):
+    def __init__(self, args, small_images: bool):
+        super().__init__()
+        self.backbone = common.resnet(args.arch, args.width, small_images)
+        widths = [int(w) for w in args.projector.split("-")]
+        self.projector = mlp([self.backbone.feature_dim, *widths])
+        self.predictor = mlp([widths[-1]] * 3) if args.predictor else nn.Identity()
+        self.target = None  # EMA copy of backbone and projector
+        if args.momentum_encoder is not None:
+            self.target = copy.deepcopy(nn.Sequential(self.backbone, self.projector)).requires_grad_(False)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.target is None:
+            h = self.backbone(torch.cat([x1, x2]))  # (2N, feature_dim)
+            z1, z2 = self.projector(h).chunk(2)  # (N, D) each
+        else:
+            h = self.backbone(x1)  # (N, feature_dim)
+            z1, z2 = self.projector(h), self.target(x2)
+        return h, self.predictor(z1), z2
+
+
+def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+    """The affinity matrix of the whitened embeddings, whose diagonal lights up with training."""
+    w1, w2 = whiten(z1.cpu().double(), z2.cpu().double(), 1e-4)
+    return [F.normalize(w1, dim=1) @ F.normalize(w2, dim=1).T]
+
+
+def main(args):
+    env = common.init_distributed(args.device)
+    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
+                               unlabelled=True)
+    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size)
+    torch.manual_seed(args.seed)
+    model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
+    optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
+    run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
+    net = common.distribute(model, env, args.compile)
+
+    for epoch in run.epochs():
+        for step, (x1, x2), y in run.batches(epoch):
+            lr = args.base_lr * args.batch_size / 256
+            lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
+            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+
+            with common.autocast(env.device, args.precision):
+                h, z1, z2 = net(x1, x2)
+            z1, z2 = common.gather(z1.float()), common.gather(z2.float())  # (N, D), of all ranks
+            loss, terms = simwhitening_loss(z1, z2, args.tau, args.gamma, args.eps)
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if args.momentum_encoder is not None:
+                online = nn.Sequential(model.backbone, model.projector)
+                common.ema_update(model.target, online, args.momentum_encoder)
+            run.log(lr, loss, terms, z1, h, y)
+        run.end_epoch(epoch)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,130 @@
+"""SimAffinity's and SimWhitening's losses against double loops in float64, closed forms, invariances, gradients."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from simaffinity import simaffinity_loss
+from simwhitening import simwhitening_loss, whiten
+
+SIZES = [(8, 3), (5, 7)]  # (N, D), both N > D and N < D <= 2N
+
+
+def views(n, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    z1 = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return z1 + 0.5, z1 + 0.5 * torch.randn(n, d, generator=generator, dtype=torch.float64)
+
+
+def slow_affinity(z1, z2, tau, gamma):
+    """ce and the symmetry norm, entry by entry."""
+    n = len(z1)
+    A = np.zeros((n, n))
+    for i in range(n):
+        for j in range(n):
+            A[i, j] = z1[i] @ z2[j] / np.linalg.norm(z1[i]) / np.linalg.norm(z2[j]) / tau
+    ce = np.mean([-A[i, i] + np.log(sum(np.exp(A[i, j]) for j in range(n))) for i in range(n)])
+    sym = math.sqrt(sum((A[i, j] - A[j, i]) ** 2 for i in range(n) for j in range(n)))
+    return ce, sym, ce + gamma * sym
+
+
+def slow_whitening(z1, z2, tau, gamma, eps):
+    z1, z2 = z1.numpy(), z2.numpy()
+    Z = np.concatenate([z1, z2])
+    L = np.linalg.cholesky(np.cov(Z.T, bias=True) + eps * np.eye(Z.shape[1]))
+    w = np.array([np.linalg.inv(L) @ (row - Z.mean(0)) for row in Z])
+    return slow_affinity(w[: len(z1)], w[len(z1) :], tau, gamma)
+
+
+@pytest.mark.parametrize("n, d", SIZES)
+@pytest.mark.parametrize("tau, gamma", [(0.2, 0.01), (1.0, 0.0), (0.05, 2.0)])
+def test_values(n, d, tau, gamma):
+    z1, z2 = views(n, d)
+    loss, terms = simaffinity_loss(z1, z2, tau, gamma)
+    ce, sym, expected = slow_affinity(z1.numpy(), z2.numpy(), tau, gamma)
+    assert [terms["ce"].item(), terms["sym"].item(), loss.item()] == pytest.approx([ce, sym, expected], rel=1e-10)
+    for eps in (1e-4, 0.1):
+        loss, terms = simwhitening_loss(z1, z2, tau, gamma, eps)
+        ce, sym, expected = slow_whitening(z1, z2, tau, gamma, eps)
+        assert [terms["ce"].item(), terms["sym"].item(), loss.item()] == pytest.approx(
+            [ce, sym, expected], rel=1e-9
+        )
+
+
+def test_by_hand():
+    """Orthonormal embeddings: A = I / tau, so ce = ln(e^(1/tau) + N - 1) - 1/tau and sym = 0."""
+    z = torch.eye(8)
+    expected = math.log(math.exp(2) + 7) - 2
+    assert simaffinity_loss(z, z, tau=0.5, gamma=5.0)[0].item() == pytest.approx(expected, abs=1e-6)
+    # A - A^T is 1/tau at one place and -1/tau at its mirror, with cosine 1 against cosine 0
+    z1, z2 = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    assert simaffinity_loss(z1, z2, tau=0.5)[1]["sym"].item() == pytest.approx(math.sqrt(8), abs=1e-5)
+    assert simaffinity_loss(torch.ones(8, 4), torch.ones(8, 4))[0].item() == pytest.approx(math.log(8), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_function", [simaffinity_loss, simwhitening_loss])
+def test_gradcheck_and_terms(loss_function):
+    z1, z2 = (z.requires_grad_() for z in views(6, 3))
+    assert torch.autograd.gradcheck(lambda a, b: loss_function(a, b, 0.5, 0.3)[0], (z1, z2))
+    loss, terms = loss_function(z1, z2, 0.5, 0.3)
+    assert terms.keys() == {"ce", "sym"} and not terms["ce"].requires_grad
+    assert loss.item() == pytest.approx((terms["ce"] + 0.3 * terms["sym"]).item(), abs=1e-12)
+    off, terms = loss_function(z1, z2, 0.5, 0.0)
+    assert off.item() == terms["ce"].item()
+    gradient = torch.autograd.grad(off, z1)[0]
+    ce_only = torch.autograd.grad(loss_function(z1, z2, 0.5, 0.3)[0] - loss_function(z1, z2, 0.5, 0.3)[0], z1)[0]
+    assert gradient.abs().max() > 1e-3 and ce_only.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("loss_function", [simaffinity_loss, simwhitening_loss])
+@pytest.mark.parametrize(
+    "z",
+    [
+        torch.eye(8),  # A exactly symmetric
+        torch.ones(8, 4),
+        torch.zeros(8, 4),
+        torch.randn(4, 16),  # D >= 2N
+        torch.randn(1, 6).repeat(10, 1),
+        torch.cat([torch.randn(4, 3)] * 2),
+    ],
+)
+@pytest.mark.parametrize("tau", [0.2, 0.005])
+def test_degenerate_input_is_finite(loss_function, z, tau):
+    z1, z2 = z.clone().requires_grad_(), z.clone().requires_grad_()
+    loss, _ = loss_function(z1, z2, tau)
+    loss.backward()
+    assert loss.isfinite() and z1.grad.isfinite().all() and z2.grad.isfinite().all()
+
+
+def test_invariances():
+    z1, z2 = views(12, 4)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
+    scale = torch.rand(12, 1, dtype=torch.float64) + 0.5
+    affinity, whitening = simaffinity_loss(z1, z2)[0], simwhitening_loss(z1, z2, eps=0.0)[0]
+    torch.testing.assert_close(simaffinity_loss(z1[order], z2[order])[0], affinity)
+    torch.testing.assert_close(simaffinity_loss(z1 @ rotation * scale, z2 @ rotation)[0], affinity)
+    torch.testing.assert_close(simwhitening_loss(z1[order], z2[order], eps=0.0)[0], whitening)
+    torch.testing.assert_close(simwhitening_loss(z1 @ rotation * 3 + 7, z2 @ rotation * 3 + 7, eps=0.0)[0], whitening)
+    assert not torch.isclose(simaffinity_loss(z1, z2[order])[0], affinity, rtol=0.1)
+    assert not torch.isclose(simwhitening_loss(z1, z2[order])[0], whitening, rtol=0.1)
+
+
+def test_whitened_covariance_is_the_identity():
+    z1, z2 = (z.float() for z in views(300, 6))
+    w = torch.cat(whiten(z1 @ torch.randn(6, 6), z2 @ torch.randn(6, 6), 1e-6)).numpy()
+    np.testing.assert_allclose(np.cov(w.T, bias=True), np.eye(6), atol=1e-3)
+    np.testing.assert_allclose(w.mean(0), 0, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss_function", [simaffinity_loss, simwhitening_loss])
+def test_half_precision_input_is_computed_in_float32(loss_function):
+    z1, z2 = (z.to(torch.bfloat16) for z in views(32, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, _ = loss_function(z1, z2)
+    assert loss.dtype == torch.float32
+    slow = slow_affinity(z1.double().numpy(), z2.double().numpy(), 0.2, 0.01) if loss_function is simaffinity_loss \
+        else slow_whitening(z1.double(), z2.double(), 0.2, 0.01, 1e-4)
+    assert loss.item() == pytest.approx(slow[2], rel=1e-3)
+    assert loss_function(z1.double(), z2.double())[0].dtype == torch.float64
