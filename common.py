@@ -239,13 +239,16 @@ class Augment:
                 if operation == 0:
                     x.mul_(brightness).clamp_(0, 1)
                 elif operation == 1:
-                    x.lerp_(luma(x).mean((1, 2), keepdim=True), 1 - contrast).clamp_(0, 1)
+                    grey = luma(x).mean((1, 2), keepdim=True)
+                    x.mul_(contrast).add_(grey * (1 - contrast)).clamp_(0, 1)
                 elif operation == 2:
-                    x.lerp_(luma(x), 1 - saturation).clamp_(0, 1)
+                    grey = luma(x)
+                    x.mul_(saturation).add_(grey.mul_(1 - saturation)).clamp_(0, 1)
                 else:
                     x = shift_hue(x, hue)
         if self.gray_p > 0:
-            x.lerp_(luma(x), chosen(self.gray_p).float())
+            grey, on = luma(x), chosen(self.gray_p).float()
+            x.mul_(1 - on).add_(grey.mul_(on))
         if self.blur_p > 0:
             x = blur(x, uniform(*self.blur_sigma).where(chosen(self.blur_p), 0), int(self.size * 0.1) | 1)
         if self.solarize_p > 0:
@@ -272,16 +275,16 @@ def crop_and_flip(images: Tensor, top, left, height, width, size: int, flip: Ten
     """uint8 (B, 3, H, W) -> (3, B, size, size) in [0, 1]. Resizing is linear in rows and in columns: the
     crop of an image is two small matrices (flipping reverses one), those of a batch are two batched
     products."""
-    def resize(start, length, pixels):  # (B, size, pixels): bilinear, antialiased, blind outside the box
-        centre = start + (torch.arange(size, device=images.device)[:, None] + 0.5) * (length / size)
+    def resize(start, length, pixels, flip):  # (B, size, pixels): antialiased, blind outside the box
+        output = torch.arange(size, device=images.device)[:, None] + 0.5
+        centre = start + torch.where(flip, size - output, output) * (length / size)
         pixel = torch.arange(pixels, device=images.device) + 0.5
         weight = (1 - (pixel - centre).abs_() / (length / size).clamp(min=1)).clamp_(min=0)
         weight *= (pixel > start) & (pixel < start + length)
         return weight / weight.sum(2, keepdim=True)
 
     n, _, h, w = images.shape
-    rows, columns = resize(top, height, h), resize(left, width, w)
-    columns = torch.where(flip, columns.flip(1), columns)
+    rows, columns = resize(top, height, h, torch.zeros_like(flip)), resize(left, width, w, flip)
     x = images.transpose(1, 2).contiguous().float().div_(255)  # (B, H, 3, W)
     x = (rows @ x.view(n, h, 3 * w)).view(n, size * 3, w) @ columns.transpose(1, 2)
     return x.view(n, size, 3, size).permute(2, 0, 1, 3).contiguous()
