@@ -186,19 +186,22 @@ def test_a_part_of_the_schedule_then_the_rest(capfd, whole, tmp_path):
     assert same_rows(log(out), log(whole))
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals(whole, tmp_path, number, status):
-    out = tmp_path / "run"
-    (process,) = start("simtrace.py", *TINY, "--out", out)
-    while not (out / "log.jsonl").exists() or not log(out):
-        time.sleep(0.05)
-    process.send_signal(number)
-    ((code, _, err),) = finish([process])
-    assert code == status
-    assert err.startswith("stopped at step") and err.endswith("the same command continues\n")
-    assert err.count("\n") == 1
-    run("simtrace.py", *TINY, "--out", out)
-    assert_same(weights(out), weights(whole))
+def test_signals(whole, tmp_path):
+    """SIGTERM and Ctrl-C, to a run each."""
+    folders, numbers = [tmp_path / "a", tmp_path / "b"], [signal.SIGTERM, signal.SIGINT]
+    processes = [start("simtrace.py", *TINY, "--out", out)[0] for out in folders]
+    for out, number, process in zip(folders, numbers, processes):
+        while not (out / "log.jsonl").exists() or not log(out):
+            time.sleep(0.02)
+        process.send_signal(number)
+    for (code, _, err), status in zip(finish(processes), (143, 130)):
+        assert code == status
+        assert err.startswith("stopped at step") and err.endswith("the same command continues\n")
+        assert err.count("\n") == 1
+    for process in [start("simtrace.py", *TINY, "--out", out)[0] for out in folders]:
+        assert finish([process])[0][0] == 0
+    for out in folders:
+        assert_same(weights(out), weights(whole))
 
 
 def test_sigkill_at_any_moment(whole, tmp_path):
@@ -271,7 +274,7 @@ ALONE = [
     (["--dataset", "folder", "--data-dir", "/no/such"], 1, ["/no/such"]),
     (["--base-lr", "1e30"], 1, ["step", "lr", "loss"]),
 ]
-TOGETHER = [ALONE[0], ALONE[5], ALONE[6], ALONE[7], ALONE[-2], ALONE[-1]]  # a kind each: slow to start
+TOGETHER = [ALONE[0], ALONE[7], ALONE[-2], ALONE[-1]]  # one of each stage: slow to start
 
 
 @pytest.mark.parametrize(
@@ -409,8 +412,9 @@ def test_momentum_encoder_survives_a_restart(capfd, tmp_path):
 
 
 def test_training_raises_knn(capfd, tmp_path):
-    """Two epochs of the default run."""
-    status, out, _ = run_here(capfd, "simtrace.py", "--epochs", "2", "--out", tmp_path, "--device", "cpu")
+    """The default run on half of its images, two epochs: 32 % against 19 % at initialisation."""
+    args = ["--limit-images", "5000", "--epochs", "2", "--eval-every", "2", "--device", "cpu", "--out", tmp_path]
+    status, out, _ = run_here(capfd, "simtrace.py", *args)
     last = log(tmp_path)[-1]
     assert status == 0 and "raw pixels" in out
     assert last["knn_accuracy"] > last["knn_init"] + 0.08 and last["knn_accuracy"] > last["knn_pixels"] + 0.08
