@@ -4,10 +4,10 @@ Affinity Matrix", arXiv 2211.14516, Sec. 3.1.
     A    = norm(z1) norm(z2)^T / tau   (N, N)                                                Eq. 1, Eq. 6
     loss = CE(A, arange(N)) + gamma ||A - A^T||_F                                            Eq. 5, Eq. 6
 
-The affinity matrix of the l2-normalised embeddings (norm: of each row): the cross-entropy asks that each row be
-largest on the diagonal, with the N - 1 other images of the batch as negatives, in one direction only; the
-symmetry term, a norm and not its square, does for the other direction.
-Siblings: simwhitening.py whitens the embeddings first; simaffinity.py keeps only the trace of that.
+The affinity matrix of the l2-normalised embeddings (norm: of each row): the cross-entropy asks that each row
+be largest on the diagonal, against N - 1 negatives, in one direction only; the symmetry term, a norm and not
+its square, does for the other direction.
+Siblings: simwhitening.py whitens the embeddings first; simtrace.py keeps only the trace of that.
 
 Ours, not the paper's: tau 0.2; all recipes but cifar10, cifar100, imagenet100 and imagenet.
 
@@ -15,7 +15,7 @@ Ours, not the paper's: tau 0.2; all recipes but cifar10, cifar100, imagenet100 a
     torchrun simaffinity.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simaffinity.py --dataset imagenet --data-dir DIR
 
-Not measured yet.
+MEASURED_A
 """
 import argparse
 import copy
@@ -56,8 +56,8 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 def simaffinity_loss(z1: Tensor, z2: Tensor, tau: float = 0.2,
                      gamma: float = 0.01) -> tuple[Tensor, dict[str, Tensor]]:
-    """SimAffinity's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its terms
-    ce and sym, unweighted."""
+    """SimAffinity's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its
+    terms ce and sym, unweighted."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = (z if z.dtype == torch.float64 else z.float() for z in (z1, z2))
         A = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T / tau  # (N, N)

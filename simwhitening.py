@@ -3,11 +3,11 @@ Affinity Matrix", arXiv 2211.14516, Sec. 3.2.
 
     Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   S = (Z - mu)^T (Z - mu) / (2N) + eps I = L L^T
     w    = (z - mu) L^-T                                                         whitened rows, Eq. 2
-    A    = norm(w1) norm(w2)^T / tau   (N, N)                                    Eq. 2, normalised as in Sec. 3.2
+    A    = norm(w1) norm(w2)^T / tau   (N, N)                                    Eq. 2, norm as in Sec. 3.2
     loss = CE(A, arange(N)) + gamma ||A - A^T||_F                                Eq. 5, Eq. 6
 
-SimAffinity on whitened embeddings: one joint mean and covariance for both views, Cholesky whitening, the gradient
-flows through mu and S. Siblings: simaffinity.py does not whiten; simwhitening.py keeps only the trace of A.
+SimAffinity on whitened embeddings: one joint mean and covariance for both views, Cholesky whitening, the
+gradient flows through mu and S. Siblings: simaffinity.py does not whiten; simtrace.py keeps only the trace.
 
 Ours, not the paper's: tau 0.2; 1/(2N) and eps (after the normalisation only eps can tell the difference); the
 last width 512 of the projector on imagenet and imagenet100 (the paper's 2048 makes S singular at its batch of
@@ -17,7 +17,7 @@ last width 512 of the projector on imagenet and imagenet100 (the paper's 2048 ma
     torchrun simwhitening.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simwhitening.py --dataset imagenet --data-dir DIR
 
-Not measured yet.
+MEASURED_W
 """
 import argparse
 import copy
@@ -62,7 +62,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def whiten(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows of both views with joint mean 0 and, at eps = 0, joint covariance I; nan if S is not positive definite."""
+    """Both views with joint mean 0 and, at eps = 0, covariance I; nan where S is not positive definite."""
     n, d = z1.shape
     mu = torch.cat([z1, z2]).mean(0)  # (D,)
     z1, z2 = z1 - mu, z2 - mu
@@ -75,8 +75,8 @@ def whiten(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def simwhitening_loss(z1: Tensor, z2: Tensor, tau: float = 0.2, gamma: float = 0.01,
                       eps: float = 1e-4) -> tuple[Tensor, dict[str, Tensor]]:
-    """SimWhitening's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its terms
-    ce and sym, unweighted."""
+    """SimWhitening's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its
+    terms ce and sym, unweighted."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = (z if z.dtype == torch.float64 else z.float() for z in (z1, z2))
         w1, w2 = whiten(z1, z2, eps)  # (N, D) each

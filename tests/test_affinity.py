@@ -1,10 +1,14 @@
 """SimAffinity's and SimWhitening's losses against double loops in float64, closed forms, invariances, gradients."""
+import inspect
 import math
 
 import numpy as np
 import pytest
 import torch
 
+import simaffinity
+import simtrace
+import simwhitening
 from simaffinity import simaffinity_loss
 from simwhitening import simwhitening_loss, whiten
 
@@ -128,3 +132,17 @@ def test_half_precision_input_is_computed_in_float32(loss_function):
         else slow_whitening(z1.double(), z2.double(), 0.2, 0.01, 1e-4)
     assert loss.item() == pytest.approx(slow[2], rel=1e-3)
     assert loss_function(z1.double(), z2.double())[0].dtype == torch.float64
+
+
+def test_the_three_scripts_share_all_but_the_method():
+    """From the model on, only the loss's call and its terms and the picture may differ."""
+    scripts = {"simtrace": simtrace, "simaffinity": simaffinity, "simwhitening": simwhitening}
+    for part in ("mlp", "Model"):
+        assert len({inspect.getsource(getattr(script, part)) for script in scripts.values()}) == 1
+    loops = set()
+    for name, script in scripts.items():
+        lines = inspect.getsource(script.main).splitlines()
+        loss = [line for line in lines if f"{name}_loss(" in line or line.strip().startswith("terms = ")]
+        assert 1 <= len(loss) <= 2
+        loops.add("\n".join(line for line in lines if line not in loss))
+    assert len(loops) == 1

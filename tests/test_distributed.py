@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 import common
+import simaffinity
 import simtrace
+import simwhitening
 
 LOSSES = {
     "simtrace": simtrace.simtrace_loss,
+    "simaffinity": simaffinity.simaffinity_loss,
+    "simwhitening": simwhitening.simwhitening_loss,
     "simtrace, detached": lambda z1, z2: simtrace.simtrace_loss(z1, z2, detach_cov=True),
 }
 
