@@ -426,3 +426,12 @@ def test_no_data_and_no_internet(tmp_path, world):
     args = ["--dataset", "cifar10", "--data-dir", tmp_path / "none", "--out", tmp_path / "run", "--device", "cpu"]
     results = finish(start("simtrace.py", *args, world=world, env=env), timeout=30)
     assert_refused(results, 1, "cifar10", str(tmp_path / "none"), "cifar-10-batches-py")
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "simtrace.py"])
+def test_every_script_goes_on_bit_for_bit(capfd, tmp_path, script):
+    for out, steps in (("two", "3"), ("two", "12"), ("one", "12")):
+        status, _, err = run_here(capfd, script, *TINY, "--out", tmp_path / out, "--max-steps", steps)
+        assert (status, err) == (0, "")
+    assert_same(weights(tmp_path / "two"), weights(tmp_path / "one"))
+    assert {"loss", "ce", "sym"} <= log(tmp_path / "two")[-1].keys()
