@@ -15,7 +15,9 @@ Ours, not the paper's: tau 0.2; all recipes but cifar10, cifar100, imagenet100 a
     torchrun simaffinity.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simaffinity.py --dataset imagenet --data-dir DIR
 
-MEASURED_A
+Measured: k-NN on the test images, width 16, n = 1, one core of an AMD EPYC, settings in README. patterns:
+76.6 % in 5 min 34 s, at initialisation 20.0 %. CIFAR-10, 4 epochs on 10,000 images: 42.8 %, at
+initialisation 27.9 %. Not measured: longer runs, and what gamma does.
 """
 import argparse
 import copy

@@ -17,7 +17,8 @@ last width 512 of the projector on imagenet and imagenet100 (the paper's 2048 ma
     torchrun simwhitening.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simwhitening.py --dataset imagenet --data-dir DIR
 
-MEASURED_W
+Measured: k-NN on the test images, width 16, n = 1, one core of an AMD EPYC. patterns: 70.5 % in 5 min 25 s,
+at initialisation 20.0 %. Not measured: CIFAR-10, and what gamma does.
 """
 import argparse
 import copy

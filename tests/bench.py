@@ -94,7 +94,9 @@ def augment_speed(images):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--arch", default="resnet18")
     parser.add_argument("--width", default="16")
@@ -109,7 +111,9 @@ def main():
     for _ in range(args.rounds):
         script, bare = script_speed(flags, args.steps), bare_speed(flags, args.steps)
         ratios.append(script / bare)
-        print(f"script {script:8.0f} images/s, bare model step {bare:8.0f}, ratio {ratios[-1]:.3f}", flush=True)
+        print(
+            f"script {script:8.0f} images/s, bare model step {bare:8.0f}, ratio {ratios[-1]:.3f}", flush=True
+        )
     print(f"whole script / bare model step: median {statistics.median(ratios):.3f} (target 0.93)")
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -121,7 +125,10 @@ def main():
         with ProcessPoolExecutor(cores, spawn) as pool:
             slow = len(images) / max(pool.map(torchvision_chunk, images.chunk(cores)))
         ratios.append(fast / slow)
-        print(f"Augment {fast:8.0f} images/s, torchvision {slow:8.0f} on {cores} cores, {ratios[-1]:.1f} x", flush=True)
+        print(
+            f"Augment {fast:8.0f} images/s, torchvision {slow:8.0f} on {cores} cores, {ratios[-1]:.1f} x",
+            flush=True,
+        )
     print(f"Augment / torchvision: median {statistics.median(ratios):.1f} x (target 8)")
 
 

@@ -1,4 +1,6 @@
-"""SimAffinity's and SimWhitening's losses against double loops in float64, closed forms, invariances, gradients."""
+"""SimAffinity's and SimWhitening's losses against double loops in float64, closed forms, invariances,
+gradients."""
+
 import inspect
 import math
 
@@ -47,7 +49,9 @@ def test_values(n, d, tau, gamma):
     z1, z2 = views(n, d)
     loss, terms = simaffinity_loss(z1, z2, tau, gamma)
     ce, sym, expected = slow_affinity(z1.numpy(), z2.numpy(), tau, gamma)
-    assert [terms["ce"].item(), terms["sym"].item(), loss.item()] == pytest.approx([ce, sym, expected], rel=1e-10)
+    assert [terms["ce"].item(), terms["sym"].item(), loss.item()] == pytest.approx(
+        [ce, sym, expected], rel=1e-10
+    )
     for eps in (1e-4, 0.1):
         loss, terms = simwhitening_loss(z1, z2, tau, gamma, eps)
         ce, sym, expected = slow_whitening(z1, z2, tau, gamma, eps)
@@ -64,7 +68,9 @@ def test_by_hand():
     # A - A^T is 1/tau at one place and -1/tau at its mirror, with cosine 1 against cosine 0
     z1, z2 = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     assert simaffinity_loss(z1, z2, tau=0.5)[1]["sym"].item() == pytest.approx(math.sqrt(8), abs=1e-5)
-    assert simaffinity_loss(torch.ones(8, 4), torch.ones(8, 4))[0].item() == pytest.approx(math.log(8), abs=1e-5)
+    assert simaffinity_loss(torch.ones(8, 4), torch.ones(8, 4))[0].item() == pytest.approx(
+        math.log(8), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("loss_function", [simaffinity_loss, simwhitening_loss])
@@ -77,7 +83,9 @@ def test_gradcheck_and_terms(loss_function):
     off, terms = loss_function(z1, z2, 0.5, 0.0)
     assert off.item() == terms["ce"].item()
     gradient = torch.autograd.grad(off, z1)[0]
-    ce_only = torch.autograd.grad(loss_function(z1, z2, 0.5, 0.3)[0] - loss_function(z1, z2, 0.5, 0.3)[0], z1)[0]
+    ce_only = torch.autograd.grad(
+        loss_function(z1, z2, 0.5, 0.3)[0] - loss_function(z1, z2, 0.5, 0.3)[0], z1
+    )[0]
     assert gradient.abs().max() > 1e-3 and ce_only.abs().max() < 1e-12
 
 
@@ -110,7 +118,9 @@ def test_invariances():
     torch.testing.assert_close(simaffinity_loss(z1[order], z2[order])[0], affinity)
     torch.testing.assert_close(simaffinity_loss(z1 @ rotation * scale, z2 @ rotation)[0], affinity)
     torch.testing.assert_close(simwhitening_loss(z1[order], z2[order], eps=0.0)[0], whitening)
-    torch.testing.assert_close(simwhitening_loss(z1 @ rotation * 3 + 7, z2 @ rotation * 3 + 7, eps=0.0)[0], whitening)
+    torch.testing.assert_close(
+        simwhitening_loss(z1 @ rotation * 3 + 7, z2 @ rotation * 3 + 7, eps=0.0)[0], whitening
+    )
     assert not torch.isclose(simaffinity_loss(z1, z2[order])[0], affinity, rtol=0.1)
     assert not torch.isclose(simwhitening_loss(z1, z2[order])[0], whitening, rtol=0.1)
 
@@ -128,8 +138,11 @@ def test_half_precision_input_is_computed_in_float32(loss_function):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss, _ = loss_function(z1, z2)
     assert loss.dtype == torch.float32
-    slow = slow_affinity(z1.double().numpy(), z2.double().numpy(), 0.2, 0.01) if loss_function is simaffinity_loss \
+    slow = (
+        slow_affinity(z1.double().numpy(), z2.double().numpy(), 0.2, 0.01)
+        if loss_function is simaffinity_loss
         else slow_whitening(z1.double(), z2.double(), 0.2, 0.01, 1e-4)
+    )
     assert loss.item() == pytest.approx(slow[2], rel=1e-3)
     assert loss_function(z1.double(), z2.double())[0].dtype == torch.float64
 

@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -54,41 +56,47 @@ def images():
         path = folder / ("train" if i < 320 else "test") / ("dark" if i % 2 else "light") / f"{i:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         torchvision.utils.save_image(torch.rand(3, 16, 16, generator=generator) / (1 + i % 2), path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # in every run here: sums over other numbers of threads round differently
     yield
+    torch.set_num_threads(threads)
     shutil.rmtree(folder)
 
 
-def start(script, *args, world=1, env=None, **options):
+# Processes are forked from one that has imported torch: an import costs more than most of these runs.
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["torch", "torchvision.transforms.v2"])
+
+
+def program(script, args, env, out, err):
+    """What `python SCRIPT ARGS` does, in a process just forked."""
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    sys.argv, sys.path[0] = [script, *args], str(ROOT)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+def start(script, *args, world=1, env=None):
     """The processes of one run: one without a launcher, or `world` as torchrun would start them."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    processes = []
+    processes, folder = [], Path(tempfile.mkdtemp())
     for rank in range(world):
-        launcher = (
-            {}
-            if world == 1
-            else dict(
-                RANK=rank,
-                LOCAL_RANK=rank,
-                WORLD_SIZE=world,
-                LOCAL_WORLD_SIZE=world,
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-                OMP_NUM_THREADS=1,
-            )
-        )
-        env_ = {**os.environ, **{k: str(v) for k, v in launcher.items()}, **(env or {})}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(ROOT / script), *map(str, args)],
-                env=env_,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                **options,
-            )
-        )
+        launcher = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        launcher |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        env_ = {k: str(v) for k, v in {**(launcher if world > 1 else {}), **(env or {})}.items()}
+        files = [str(folder / f"{name}{rank}") for name in ("out", "err")]
+        process = FORK.Process(target=program, args=(str(ROOT / script), [str(a) for a in args], env_, *files))
+        process.files = files
+        process.start()
+        processes.append(process)
     return processes
 
 
@@ -96,13 +104,12 @@ def finish(processes, timeout=120):
     """(exit status, stdout, stderr) of each process."""
     results = []
     for p in processes:
-        try:
-            out, err = p.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        p.join(timeout)
+        if p.exitcode is None:
             for q in processes:
                 q.kill()
-            pytest.fail(f"hangs: {p.args}")
-        results.append((p.returncode, out, err))
+            pytest.fail(f"hangs: {p._args}")
+        results.append((p.exitcode, *(Path(file).read_text() for file in p.files)))
     return results
 
 
@@ -193,7 +200,7 @@ def test_signals(whole, tmp_path):
     for out, number, process in zip(folders, numbers, processes):
         while not (out / "log.jsonl").exists() or not log(out):
             time.sleep(0.02)
-        process.send_signal(number)
+        os.kill(process.pid, number)
     for (code, _, err), status in zip(finish(processes), (143, 130)):
         assert code == status
         assert err.startswith("stopped at step") and err.endswith("the same command continues\n")
@@ -208,7 +215,7 @@ def test_sigkill_at_any_moment(whole, tmp_path):
     out, moments = tmp_path / "run", random.Random(0)
     for _ in range(3):
         (process,) = start("simtrace.py", *TINY, "--out", out)
-        while process.poll() is None and not (out / "args.json").exists():
+        while process.exitcode is None and not (out / "args.json").exists():
             time.sleep(0.05)
         time.sleep(moments.uniform(0.2, 2.5))
         process.kill()
@@ -234,7 +241,7 @@ def test_sigterm_at_two_processes(tmp_path):
     processes = start("simtrace.py", *TINY, "--out", tmp_path / "run", "--epochs", "50", world=2)
     while not (tmp_path / "run" / "log.jsonl").exists() or not log(tmp_path / "run"):
         time.sleep(0.05)
-    processes[1].send_signal(signal.SIGTERM)  # one alone is enough
+    os.kill(processes[1].pid, signal.SIGTERM)  # one alone is enough
     results = finish(processes)
     assert [r[0] for r in results] == [143, 143]
     assert results[0][2].startswith("stopped at step") and results[1][2] == ""
@@ -247,6 +254,7 @@ def test_no_launcher_is_torchrun_with_one_process(whole, tmp_path):
         check=True,
         timeout=120,
         capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert_same(weights(tmp_path / "run"), weights(whole))
 
@@ -379,7 +387,8 @@ def model_after(capfd, tmp_path, *flags, steps="3"):
 
 @pytest.mark.parametrize("momentum", ["0", "0.9", "1"])
 def test_momentum_encoder(capfd, tmp_path, momentum):
-    """Momentum 1 leaves the copy at the initial network, 0 makes it the trained one; BatchNorm's buffers are copied."""
+    """Momentum 1 leaves the copy at the initial network, 0 makes it the trained one; BatchNorm's buffers are
+    copied."""
     start = model_after(capfd, tmp_path / "start", "--momentum-encoder", "1", steps="1")
     model = model_after(capfd, tmp_path / "run", "--momentum-encoder", momentum, "--predictor")
     for key, value in model.items():
@@ -413,8 +422,21 @@ def test_momentum_encoder_survives_a_restart(capfd, tmp_path):
 
 def test_training_raises_knn(capfd, tmp_path):
     """The default run on half of its images, two epochs: 32 % against 19 % at initialisation."""
-    args = ["--limit-images", "5000", "--epochs", "2", "--eval-every", "2", "--device", "cpu", "--out", tmp_path]
+    args = [
+        "--limit-images",
+        "5000",
+        "--epochs",
+        "2",
+        "--eval-every",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    ]
+    torch.set_num_threads(os.cpu_count())
     status, out, _ = run_here(capfd, "simtrace.py", *args)
+    torch.set_num_threads(1)
     last = log(tmp_path)[-1]
     assert status == 0 and "raw pixels" in out
     assert last["knn_accuracy"] > last["knn_init"] + 0.08 and last["knn_accuracy"] > last["knn_pixels"] + 0.08
@@ -423,7 +445,16 @@ def test_training_raises_knn(capfd, tmp_path):
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_data_and_no_internet(tmp_path, world):
     env = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
-    args = ["--dataset", "cifar10", "--data-dir", tmp_path / "none", "--out", tmp_path / "run", "--device", "cpu"]
+    args = [
+        "--dataset",
+        "cifar10",
+        "--data-dir",
+        tmp_path / "none",
+        "--out",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+    ]
     results = finish(start("simtrace.py", *args, world=world, env=env), timeout=30)
     assert_refused(results, 1, "cifar10", str(tmp_path / "none"), "cifar-10-batches-py")
 

@@ -119,7 +119,8 @@ def test_half_precision_input_is_computed_in_float32():
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
 def test_picture(scale):
-    """Identity, and a diagonal of minus twice the loss; constant embeddings, which no matrix can whiten, do not fail."""
+    """Identity, and a diagonal of minus twice the loss; constant embeddings, which no matrix can whiten, do
+    not fail."""
     z1, z2 = (z * scale for z in views(200, 4))
     identity, cross = picture(z1, z2)
     torch.testing.assert_close(identity, torch.eye(4, dtype=torch.float64), atol=2e-2, rtol=0)
