@@ -58,18 +58,20 @@ def init_distributed(device: str = "auto") -> SimpleNamespace:
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)
 
-    def hook(kind, error, trace):  # a process whose peer has died leaves quietly: the peer said why
+    def hook(kind, error, trace):
         lost = world_size > 1 and re.search("[Cc]onnection|Broken pipe|recvValue", str(error))
-        if kind is not KeyboardInterrupt and not lost:
+        if kind is KeyboardInterrupt:
+            sys.stderr.write("stopped; the same command starts again\n" if rank == 0 else "")
+        elif not lost:  # a process whose peer has died leaves quietly: the peer said why
             sys.__excepthook__(kind, error, trace)
-        os._exit(130 if kind is KeyboardInterrupt else 1)
+        if world_size > 1 or kind is KeyboardInterrupt:  # no waiting for the others on the way out
+            os._exit(130 if kind is KeyboardInterrupt else 1)
     sys.excepthook = hook
     return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device))
 
 
 def on_rank0(function, env: SimpleNamespace, hint: str = ""):
-    """function() on rank 0, None elsewhere; a fault of files or network there ends all ranks with one
-    line."""
+    """function() on rank 0, None elsewhere; a fault of files or network there ends all ranks in one line."""
     message, value = [None], None
     if env.rank == 0:
         try:
@@ -142,8 +144,7 @@ def distribute(model: nn.Module, env: SimpleNamespace, compile: bool = False) ->
 
 
 def autocast(device: torch.device, precision: str = "auto") -> torch.autocast:
-    """bf16 autocast, or none; auto takes it where the hardware multiplies bf16 itself, so that it is
-    faster."""
+    """bf16 autocast, or none; auto takes it where the hardware multiplies bf16 itself and so is faster."""
     if precision == "auto" and device.type == "cuda":
         precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     elif precision == "auto" and device.type == "cpu":
@@ -273,8 +274,7 @@ def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 /
 
 def crop_and_flip(images: Tensor, top, left, height, width, size: int, flip: Tensor) -> Tensor:
     """uint8 (B, 3, H, W) -> (3, B, size, size) in [0, 1]. Resizing is linear in rows and in columns: the
-    crop of an image is two small matrices (flipping reverses one), those of a batch are two batched
-    products."""
+    crop of an image is two small matrices (flipping reverses one), a batch's are two batched products."""
     def resize(start, length, pixels, flip):  # (B, size, pixels): antialiased, blind outside the box
         output = torch.arange(size, device=images.device)[:, None] + 0.5
         centre = start + torch.where(flip, size - output, output) * (length / size)
@@ -374,8 +374,7 @@ def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
-    """Sorted image files below `folder`, labels by sub-folder (None if one lies in `folder` itself),
-    classes."""
+    """Sorted image files below `folder`; labels by sub-folder, None if one lies in `folder` itself; names."""
     files = sorted(p.relative_to(folder) for p in folder.rglob("*")
                    if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS and p.is_file())
     files = [p for p in files if not any(part.startswith(".") for part in p.parts)]
@@ -491,8 +490,7 @@ def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespa
 
 
 def batches(data: Images, epoch: int, batch_size: int, env, seed: int, views, workers=0, first=0):
-    """This rank's share of each whole batch of an epoch, from batch `first` on: (list of views, labels or
-    None).
+    """(list of views, labels or None): this rank's share of each whole batch of an epoch, from `first` on.
 
     views: an Augment per view. The order depends on (seed, epoch), each other draw on (seed, epoch, batch,
     rank), so that a run can go on inside an epoch with no random state saved."""
@@ -539,8 +537,7 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
 def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor,
                  k: int = 200, tau: float = 0.1, chunk: int = 256) -> float:
     """Accuracy in [0, 1] of a vote, with weight exp(sim / tau), of the k rows of train_x (N, D) that are
-    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N. k above N
-    means all N."""
+    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N."""
     k, n_classes, correct = min(k, len(train_x)), int(max(train_y.max(), test_y.max())) + 1, 0
     bank = F.normalize(train_x.float(), dim=1).T
     for x, y in zip(F.normalize(test_x.float(), dim=1).split(chunk), test_y.split(chunk)):
@@ -589,8 +586,7 @@ def save_checkpoint(path, state: dict):
 
 
 def load_checkpoint(path) -> dict:
-    """Read a checkpoint onto the CPU as data: no code in it runs. ValueError if missing, damaged or
-    foreign."""
+    """Read a checkpoint onto the CPU as data: no code in it runs. ValueError if missing or damaged."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -741,8 +737,7 @@ class Run:
         yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
 
     def batches(self, epoch: int):
-        """(step, views, labels) for the rest of an epoch. On SIGTERM or Ctrl-C: checkpoint, exit 143 or
-        130."""
+        """(step, views, labels) for the rest of an epoch. SIGTERM or Ctrl-C: checkpoint, exit 143 or 130."""
         args, first, start = self.args, self.step - epoch * self.steps_per_epoch, time.perf_counter()
         self.bar = tqdm(desc=f"epoch {epoch + 1}/{args.epochs}", total=self.steps_per_epoch * args.batch_size,
                         initial=first * args.batch_size, unit="images", unit_scale=True, leave=False,

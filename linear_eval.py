@@ -57,7 +57,7 @@ def parse_args(argv=None):
 
 def rankme(x: Tensor) -> float:
     """Effective rank of features (N, D), 1 to min(N, D): exp(-sum p log p), p = singular values over their
-    sum (Garrido et al., arXiv 2210.02885, Eq. 1)."""
+    sum (Garrido et al., arXiv 2210.02885)."""
     s = torch.linalg.svdvals(x.double())
     p = s / s.sum()
     return torch.special.entr(p).sum().exp().item()

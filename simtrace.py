@@ -65,7 +65,8 @@ def parse_args(argv=None) -> argparse.Namespace:
 def simtrace_loss(z1: Tensor, z2: Tensor, eps: float = 1e-4, detach_cov: bool = False) -> Tensor:
     """SimTrace's loss of two views' embeddings, (N, D) each: a 0-d tensor in [-D/2, D/2], float32 or float64.
 
-    detach_cov: no gradient through mu and S. nan if S is not positive definite (only possible at eps = 0)."""
+    detach_cov: no gradient through mu and S (mu's is 0 anyway, as the centred rows sum to 0). nan if S is not
+    positive definite (only possible at eps = 0)."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = (z if z.dtype == torch.float64 else z.float() for z in (z1, z2))
         n, d = z1.shape

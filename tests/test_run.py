@@ -93,7 +93,8 @@ def start(script, *args, world=1, env=None):
         launcher |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         env_ = {k: str(v) for k, v in {**(launcher if world > 1 else {}), **(env or {})}.items()}
         files = [str(folder / f"{name}{rank}") for name in ("out", "err")]
-        process = FORK.Process(target=program, args=(str(ROOT / script), [str(a) for a in args], env_, *files))
+        words = [str(a) for a in args]
+        process = FORK.Process(target=program, args=(str(ROOT / script), words, env_, *files))
         process.files = files
         process.start()
         processes.append(process)
@@ -110,6 +111,8 @@ def finish(processes, timeout=120):
                 q.kill()
             pytest.fail(f"hangs: {p._args}")
         results.append((p.exitcode, *(Path(file).read_text() for file in p.files)))
+    for p in processes:
+        shutil.rmtree(Path(p.files[0]).parent, ignore_errors=True)
     return results
 
 
