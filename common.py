@@ -599,6 +599,13 @@ def load_checkpoint(path) -> dict:
     return state
 
 
+def grid(x: Tensor, data: Images, columns: int) -> Tensor:
+    """Normalised images (N, 3, H, W) as one picture, small ones enlarged to about 64 px."""
+    mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
+    x = F.interpolate(x * std + mean, scale_factor=max(1, 64 // x.shape[3]))  # nearest
+    return utils.make_grid(x, nrow=columns)
+
+
 def heatmap(matrix: Tensor) -> Tensor:
     """(N, N) as a picture (3, H, H): white is 0, red the largest magnitude, blue its negative."""
     m = (matrix.float() / matrix.abs().max().clamp(min=1e-12)).cpu()
@@ -669,12 +676,15 @@ FREE = {"max_steps", "device", "workers", "data_dir", "save_every", "eval_every"
 class Run:
     """Folder and books of a training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
 
-    views: an Augment per view. picture(z1, z2) -> matrices to draw, for one fixed batch in eval mode.
+    views: an Augment per view. picture(z1, z2) -> matrices to draw, for one fixed batch in eval mode. k, tau:
+    of the k-NN that watches the training.
     model.backbone is evaluated; what must survive a restart is in the state_dict of model or optimizer."""
 
-    def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, views, picture):
+    def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, views, picture,
+                 k: int = 20, tau: float = 0.1):
         self.args, self.env, self.train, self.test = args, env, train, test
         self.out, self.model, self.views, self.picture = Path(args.out), model, views, picture
+        self.k, self.tau = k, tau
         if args.batch_size % env.world_size:
             fail(f"--batch-size {args.batch_size} does not divide by {env.world_size} processes", 2)
         if len(train.images) < args.batch_size:
@@ -691,10 +701,8 @@ class Run:
         self.resume()
         alone, n = SimpleNamespace(rank=0, world_size=1, device=env.device), min(args.batch_size, 512)
         self.fixed, _ = next(batches(train, -1, n, alone, args.seed, views[:2], args.workers))
-        mean, std = (torch.tensor(v, device=env.device).view(3, 1, 1) for v in (train.mean, train.std))
-        pairs = torch.stack([x[:32] * std + mean for x in self.fixed], 1).flatten(0, 1)
-        pairs = F.interpolate(pairs, scale_factor=max(1, 64 // train.image_size))  # nearest
-        on_rank0(lambda: self.draw("views.png", utils.make_grid(pairs, nrow=16)), env)
+        pairs = torch.stack([x[:32] for x in self.fixed], 1).flatten(0, 1)
+        on_rank0(lambda: self.draw("views.png", grid(pairs, train, 16)), env)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: setattr(self, "signal", number))
 
@@ -822,7 +830,7 @@ class Run:
         options = (self.env, self.args.precision, self.args.workers)
 
         def accuracy(bank_x, test_x):
-            return knn(bank_x, self.train.labels[keep], test_x, test.labels, self.env, k=20)
+            return knn(bank_x, self.train.labels[keep], test_x, test.labels, self.env, k=self.k, tau=self.tau)
 
         bank_x, test_x = (features(self.model.backbone, data, *options) for data in (bank, test))
         hits = self.probe.eval()(test_x).argmax(1).cpu() == test.labels
@@ -842,8 +850,9 @@ class Run:
             print(f"warning: embedding_std {row['embedding_std']:.3f} is below 0.1: the embeddings collapse",
                   file=sys.stderr, flush=True)
         if "knn_pixels" in row:
-            print(f"k-NN (k 20) on {len(self.test.images)} test images: trained {row['knn_accuracy']:.1%}, "
-                  f"same network at initialisation {row['knn_init']:.1%}, raw pixels {row['knn_pixels']:.1%}")
+            print(f"k-NN (k {self.k}) on {len(self.test.images)} test images: "
+                  f"trained {row['knn_accuracy']:.1%}, same network at initialisation {row['knn_init']:.1%}, "
+                  f"raw pixels {row['knn_pixels']:.1%}")
         self.model.eval()
         _, z1, z2 = self.model(*self.fixed)
         self.model.train()

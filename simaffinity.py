@@ -1,15 +1,15 @@
-"""SimAffinity, of UniCLR: Li et al., "A Unified Framework for Contrastive Learning from a Perspective of
-Affinity Matrix", arXiv 2211.14516, Sec. 3.1.
+"""SimAffinity, Sec. 3.1, of UniCLR.
+
+Li et al., "A Unified Framework for Contrastive Learning from a Perspective of Affinity Matrix", arXiv
+2211.14516; its siblings are simaffinity.py, simwhitening.py and simtrace.py.
 
     A    = norm(z1) norm(z2)^T / tau   (N, N)                                                Eq. 1, Eq. 6
     loss = CE(A, arange(N)) + gamma ||A - A^T||_F                                            Eq. 5, Eq. 6
 
-The affinity matrix of the l2-normalised embeddings (norm: of each row): the cross-entropy asks that each row
-be largest on the diagonal, against N - 1 negatives, in one direction only; the symmetry term, a norm and not
-its square, does for the other direction.
-Siblings: simwhitening.py whitens the embeddings first; simtrace.py keeps only the trace of that.
+CE, one direction only, asks each row of A to be largest on the diagonal, against N - 1 negatives; the
+symmetry term, a norm and not its square, lets the columns follow.
 
-Ours, not the paper's: tau 0.2; all recipes but cifar10, cifar100, imagenet100 and imagenet.
+Ours, not the paper's: all recipes but cifar10, cifar100, imagenet100 and imagenet; tau 0.2.
 
     torchrun simaffinity.py                                             a CPU: minutes, nothing to download
     torchrun simaffinity.py --dataset cifar10                           a GPU: the paper's recipe

@@ -1,19 +1,18 @@
-"""SimTrace, of UniCLR: Li et al., "A Unified Framework for Contrastive Learning from a Perspective of
-Affinity Matrix", arXiv 2211.14516, Sec. 3.2.
+"""SimTrace, Sec. 3.2, of UniCLR.
+
+Li et al., "A Unified Framework for Contrastive Learning from a Perspective of Affinity Matrix", arXiv
+2211.14516; its siblings are simaffinity.py, simwhitening.py and simtrace.py.
 
     Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   S = (Z - mu)^T (Z - mu) / (2N) + eps I
     loss = - Trace[(z1 - mu) S^-1 (z2 - mu)^T] / (2N)                                        Eq. 3, at eps = 0
          = - Trace[S^-1 (z2 - mu)^T (z1 - mu)] / (2N)                                        Eq. 4, D x D only
 
-The trace of the affinity matrix of whitened embeddings: positives only, no negatives, no temperature, no l2
-normalisation, no stop-gradient. S is what keeps the embedding from collapsing. It is solved against, not
-inverted. Siblings: simaffinity.py, simwhitening.py, which take the cross-entropy of the affinity matrix, not
-its trace.
+The trace of the whitened affinity matrix: positives only, no l2 normalisation, no stop-gradient. S, solved
+against and never inverted, is what keeps the embeddings from collapsing.
 
-Ours, not the paper's: eps; the last width 512 of the projector on imagenet and imagenet100 (the paper's 2048
-makes S singular at its batch of 512: 2N must be above D); all recipes but cifar10, cifar100, imagenet100 and
-imagenet. The authors' port stops the gradient through mu and S and normalises the embeddings; --detach-cov
-does the first.
+Ours, not the paper's: all recipes but cifar10, cifar100, imagenet100 and imagenet; eps; the last width
+512 on imagenet and imagenet100 (2048, the paper's, makes S singular at its batch of 512: 2N must be above D).
+The authors' port stops the gradient through mu and S, here --detach-cov, and normalises the embeddings.
 
     torchrun simtrace.py                                             a CPU: minutes, nothing to download
     torchrun simtrace.py --dataset cifar10                           a GPU: the paper's recipe
@@ -65,13 +64,11 @@ def parse_args(argv=None) -> argparse.Namespace:
 def simtrace_loss(z1: Tensor, z2: Tensor, eps: float = 1e-4, detach_cov: bool = False) -> Tensor:
     """SimTrace's loss of two views' embeddings, (N, D) each: a 0-d tensor in [-D/2, D/2], float32 or float64.
 
-    detach_cov: no gradient through mu and S (mu's is 0 anyway, as the centred rows sum to 0). nan if S is not
-    positive definite (only possible at eps = 0)."""
+    detach_cov: no gradient through mu and S (mu's is 0 anyway). nan if S is not positive definite."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = (z if z.dtype == torch.float64 else z.float() for z in (z1, z2))
         n, d = z1.shape
         mu = torch.cat([z1, z2]).mean(0)  # (D,)
-        mu = mu.detach() if detach_cov else mu
         z1, z2 = z1 - mu, z2 - mu
         S = (z1.T @ z1 + z2.T @ z2) / (2 * n) + eps * torch.eye(d, dtype=z1.dtype, device=z1.device)  # (D, D)
         S = S.detach() if detach_cov else S
@@ -110,14 +107,11 @@ class Model(nn.Module):
 
 
 def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
-    """Covariance of the whitened embeddings of both views, the identity, and their cross-covariance, which
-    becomes diagonal with training: minus half its trace is the loss."""
-    z1, z2 = z1.cpu().double(), z2.cpu().double()
+    """S^-1 times the cross-covariance (D x D), whose diagonal lights up with training."""
     mu = torch.cat([z1, z2]).mean(0)
-    S = ((z1 - mu).T @ (z1 - mu) + (z2 - mu).T @ (z2 - mu)) / (2 * len(z1))
-    L = torch.linalg.cholesky(S + 1e-4 * (S.trace() / len(S) + 1e-12) * torch.eye(len(S)))
-    w1, w2 = (torch.linalg.solve_triangular(L, (z - mu).T, upper=False) for z in (z1, z2))  # (D, N)
-    return [(w1 @ w1.T + w2 @ w2.T) / (2 * len(z1)), w1 @ w2.T / len(z1)]
+    z1, z2 = ((z - mu).cpu().double() for z in (z1, z2))
+    S = z1.T @ z1 + z2.T @ z2
+    return [2 * torch.linalg.solve(S + 1e-4 * (S.trace() / len(S) + 1e-12) * torch.eye(len(S)), z1.T @ z2)]
 
 
 def main(args):

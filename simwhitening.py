@@ -1,17 +1,18 @@
-"""SimWhitening, of UniCLR: Li et al., "A Unified Framework for Contrastive Learning from a Perspective of
-Affinity Matrix", arXiv 2211.14516, Sec. 3.2.
+"""SimWhitening, Sec. 3.2, of UniCLR.
+
+Li et al., "A Unified Framework for Contrastive Learning from a Perspective of Affinity Matrix", arXiv
+2211.14516; its siblings are simaffinity.py, simwhitening.py and simtrace.py.
 
     Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   S = (Z - mu)^T (Z - mu) / (2N) + eps I = L L^T
     w    = (z - mu) L^-T                                                         whitened rows, Eq. 2
-    A    = norm(w1) norm(w2)^T / tau   (N, N)                                    Eq. 2, norm as in Sec. 3.2
-    loss = CE(A, arange(N)) + gamma ||A - A^T||_F                                Eq. 5, Eq. 6
+    A    = norm(w1) norm(w2)^T / tau   (N, N)                                                Eq. 2, Eq. 6
+    loss = CE(A, arange(N)) + gamma ||A - A^T||_F                                            Eq. 5, Eq. 6
 
-SimAffinity on whitened embeddings: one joint mean and covariance for both views, Cholesky whitening, the
-gradient flows through mu and S. Siblings: simaffinity.py does not whiten; simtrace.py keeps only the trace.
+SimAffinity on whitened embeddings; the gradient flows through mu and S, of both views together.
 
-Ours, not the paper's: tau 0.2; 1/(2N) and eps (after the normalisation only eps can tell the difference); the
-last width 512 of the projector on imagenet and imagenet100 (the paper's 2048 makes S singular at its batch of
-512: 2N must be above D); all recipes but cifar10, cifar100, imagenet100 and imagenet.
+Ours, not the paper's: all recipes but cifar10, cifar100, imagenet100 and imagenet; tau 0.2; eps; the last
+width 512 on imagenet and imagenet100 (2048, the paper's, makes S singular at its batch of 512: 2N must be
+above D).
 
     torchrun simwhitening.py                                             a CPU: minutes, nothing to download
     torchrun simwhitening.py --dataset cifar10                           a GPU: the paper's recipe

@@ -5,17 +5,29 @@ import socket
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import common
+import sane
 import simaffinity
 import simtrace
 import simwhitening
+
+
+def sane_loss(z1, z2):
+    """On gathered keys and queries, with a queue that all ranks share."""
+    queue = torch.randn(7, z1.shape[1], generator=torch.Generator().manual_seed(2))
+    z1, z2, queue = (F.normalize(z, dim=1) for z in (z1, z2.detach(), queue))
+    keys = torch.cat([z2, queue])
+    return sane.soft_infonce_loss(z1 @ keys.T, sane.refine_labels(z2 @ keys.T, 0.2, 0.8, 1.0), 0.2)
+
 
 LOSSES = {
     "simtrace": simtrace.simtrace_loss,
     "simaffinity": simaffinity.simaffinity_loss,
     "simwhitening": simwhitening.simwhitening_loss,
+    "sane": sane_loss,
     "simtrace, detached": lambda z1, z2: simtrace.simtrace_loss(z1, z2, detach_cov=True),
 }
 

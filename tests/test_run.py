@@ -82,7 +82,7 @@ def program(script, args, env, out, err):
         os._exit(1)
 
 
-def start(script, *args, world=1, env=None):
+def start(script, *args, world=1, env=None, target=program):
     """The processes of one run: one without a launcher, or `world` as torchrun would start them."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -94,7 +94,7 @@ def start(script, *args, world=1, env=None):
         env_ = {k: str(v) for k, v in {**(launcher if world > 1 else {}), **(env or {})}.items()}
         files = [str(folder / f"{name}{rank}") for name in ("out", "err")]
         words = [str(a) for a in args]
-        process = FORK.Process(target=program, args=(str(ROOT / script), words, env_, *files))
+        process = FORK.Process(target=target, args=(str(ROOT / script), words, env_, *files))
         process.files = files
         process.start()
         processes.append(process)
@@ -462,10 +462,96 @@ def test_no_data_and_no_internet(tmp_path, world):
     assert_refused(results, 1, "cifar10", str(tmp_path / "none"), "cifar-10-batches-py")
 
 
+TERMS = {
+    "simtrace.py": {"alignment"},
+    "simaffinity.py": {"ce", "sym"},
+    "simwhitening.py": {"ce", "sym"},
+    "sane.py": {"vanilla", "mixup", "mu", "same_class"},
+}
+FLAGS = {
+    "sane.py": ["--base-lr", "0.3", "--queue", "48", "--strong"]
+}  # 48: the second batch goes round the end
+
+
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "simtrace.py"])
 def test_every_script_goes_on_bit_for_bit(capfd, tmp_path, script):
+    args = [*TINY, *FLAGS.get(script, [])]
     for out, steps in (("two", "3"), ("two", "12"), ("one", "12")):
-        status, _, err = run_here(capfd, script, *TINY, "--out", tmp_path / out, "--max-steps", steps)
+        status, _, err = run_here(capfd, script, *args, "--out", tmp_path / out, "--max-steps", steps)
         assert (status, err) == (0, "")
     assert_same(weights(tmp_path / "two"), weights(tmp_path / "one"))
-    assert {"loss", "ce", "sym"} <= log(tmp_path / "two")[-1].keys()
+    assert {"loss", *TERMS[script]} <= log(tmp_path / "two")[-1].keys()
+
+
+class FixedViews:
+    """For common.Augment: the image as it is, then mirrored, in turn."""
+
+    def __init__(self, size, crop_scale=(1, 1), **options):
+        self.size, self.crop_scale, self.calls = size, crop_scale, 0
+
+    def __call__(self, images, crop=True):
+        self.calls += 1
+        x = torch.nn.functional.interpolate(images / 255 - 0.5, self.size)
+        return x.flip(3) if self.calls % 2 == 0 else x
+
+
+def without_batchnorm(script, args, env, out, err):
+    """The script with a linear network and fixed views: all that may depend on the rank is ours. Writes each
+    rank's model beside the checkpoint."""
+    sys.path[0] = str(ROOT)
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    module = importlib.import_module(Path(script).stem)
+
+    def network(*_):
+        net = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(), torch.nn.Linear(48, 16))
+        net.feature_dim = 16
+        return net
+
+    module.common.resnet, module.common.Augment = network, FixedViews
+    module.mlp = lambda widths: torch.nn.Linear(widths[0], widths[-1], bias=False)
+    write = module.common.Run.end_epoch
+
+    def end_epoch(run, epoch):
+        torch.save(run.model.state_dict(), run.out / f"rank{run.env.rank}.pt")
+        write(run, epoch)
+
+    module.common.Run.end_epoch = end_epoch
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    module.main(module.parse_args(args))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_processes_train_as_one(tmp_path, script):
+    """With BatchNorm out of the way, 12 steps at world 1 and 2 give the same weights, and both ranks hold the
+    same: queue, pointer, key encoder and all."""
+    flags = ["--queue", "48", "--ablation", "no-mixup", "--base-lr", "0.3"] if script == "sane.py" else []
+    for world in (1, 2):
+        args = [*TINY, *flags, "--precision", "fp32", "--max-steps", "12", "--out", tmp_path / str(world)]
+        (tmp_path / str(world)).mkdir()
+        processes = start(script, *args, world=world, target=without_batchnorm)
+        assert all(status == 0 for status, _, _ in finish(processes))
+    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
+    assert one.keys() == two.keys()
+    for name in one:
+        if name not in ("0.running_mean", "0.running_var", "1.weight", "1.bias"):  # the probe has a BatchNorm
+            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-5, msg=name)
+    for row, other in zip(log(tmp_path / "1"), log(tmp_path / "2"), strict=True):
+        for name in {"loss", *TERMS[script]} - {"same_class"}:  # same_class is of rank 0's rows
+            assert row[name] == pytest.approx(other[name], rel=1e-4), name
+    ranks = [torch.load(tmp_path / "2" / f"rank{rank}.pt") for rank in (0, 1)]
+    assert_same(*ranks)
+
+
+def test_sane_mixes_small_crops_of_large_images(capfd, tmp_path):
+    for i in range(24):
+        path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torchvision.utils.save_image(torch.rand(3, 110, 90), path)
+    args = [*TINY, "--data-dir", tmp_path / "images", "--image-size", "112", "--batch-size", "8", "--queue", "16"]
+    args += ["--crops", "multi", "--strong", "--epochs", "1", "--base-lr", "0.1", "--workers", "2"]
+    status, _, err = run_here(capfd, "sane.py", *args, "--out", tmp_path / "run")
+    assert (status, err) == (0, "") and log(tmp_path / "run")[-1]["step"] == 3
+    picture = torchvision.datasets.folder.pil_loader(tmp_path / "run" / "labels.png")
+    assert picture.size == (114 * 9 + 2, 114 * 8 + 2)  # 8 queries; query, positive and the 7 other keys

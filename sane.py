@@ -1,0 +1,306 @@
+"""SANE: Zhou et al., "A Theory-Driven Self-Labeling Refinement Method for Contrastive Representation
+Learning", arXiv 2106.14749. MoCo, with labels that a refinery softens and with momentum mixup.
+
+    q_i = norm(f(x1_i)),   k_i = norm(g(x2_i)),   g an EMA copy of f, no gradient
+    B   = [k of this batch; queue of earlier k]   (K, D): row i's positive is column i
+    p_i = softmax(k_i B^T / (tau tau')),   q_i = the same without column i                        Eq. 3 ff.
+    z   = 1 + mu max p_i + mu max q_i,   alpha = mu max p_i / z,   beta = mu max q_i / z
+    ybar_i = (1 - alpha - beta) onehot_i + alpha p_i + beta q_i           the refined label       Eq. 5
+    x'_i = theta x1_i + (1 - theta) x2_j,   y'_i = theta ybar_i + (1 - theta) ybar_j,   j = perm(i)   Eq. 8
+    loss = (1 - lam) CE(q B^T / tau, onehot) + lam CE(norm(f(x')) B^T / tau, y')                  Eq. 4, 9
+
+Keys of like images lie near each other: a one-hot label pushes the query away from them, a refined label does
+not. mu, the refinery's weight, grows from m1 to m2 with training. theta ~ Beta(kappa, kappa).
+
+Ours, not the paper's: lam; the optimiser, its rates and the EMA's (MoCo's customs); the head's widths; all
+recipes but cifar10 and imagenet; scales of the small crops and ranges of --strong, as in the code of CLSA
+(arXiv 2104.07713); x2 resized to the small crops for the mixup. The keys of the batch itself are in B, so
+BatchNorm could betray a positive, and MoCo shuffles images over GPUs against it. Here BatchNorm sees the
+whole batch (one process, or CUDA: synchronised), in which one image weighs little: nothing is shuffled.
+
+    torchrun sane.py                                                a CPU: minutes, nothing to download
+    torchrun sane.py --dataset cifar10                              a GPU: the paper's recipe
+    torchrun --nproc_per_node=8 sane.py --dataset imagenet --crops multi --strong --data-dir DIR
+
+Measured: nothing yet.
+"""
+import argparse
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.transforms.v2 import functional as TF
+
+import common
+
+CIFAR = dict(arch="resnet50", width=64, projector="2048-2048-128", epochs=2000, batch_size=256, base_lr=0.06,
+             bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99, tau=0.2,
+             tau_prime=0.8, kappa=2.0, m1=0.0, m2=1.0)  # Sec. 4
+IMAGENET = dict(CIFAR, epochs=200, base_lr=0.03, weight_decay=1e-4, warmup_epochs=0.0, queue=65536,
+                momentum_encoder=0.999, tau_prime=1.0, kappa=0.1, m1=0.5, m2=10.0)  # Sec. 4
+SMALL = dict(CIFAR, arch="resnet18", epochs=1000)
+RECIPES = {
+    "patterns": dict(SMALL, width=16, projector="512-512-128", epochs=7, base_lr=0.3, warmup_epochs=1.0,
+                     queue=2048, momentum_encoder=0.95),
+    "cifar10": CIFAR, "cifar100": CIFAR, "stl10": SMALL, "tinyimagenet": SMALL,
+    "imagenet100": IMAGENET, "imagenet": IMAGENET, "folder": dict(SMALL, epochs=200)}
+KNN = {"cifar10": dict(k=50, tau=0.05)}  # Sec. 4; elsewhere common's
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sane.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tau", type=float, help="temperature of the loss (Eq. 4)")
+    add("--tau-prime", type=float, help="times tau: temperature of p and q (Eq. 3)")
+    add("--m1", type=float, help="mu at the first step (Sec. 4)")
+    add("--m2", type=float, help="mu at the last step")
+    add("--kappa", type=float, help="theta ~ Beta(kappa, kappa) (Eq. 8)")
+    add("--lam", type=float, default=0.5, help="weight of the mixup loss (Eq. 9; ours); 0 is plain MoCo")
+    add("--queue", type=int, help="keys of earlier batches")
+    add("--momentum-encoder", type=float, metavar="M", help="momentum of the key encoder, an EMA copy (ours)")
+    add("--crops", choices=("single", "multi"), default="single",
+        help="of images above 64 px, mix one crop of 96/224 of the size, or five of 224, 192, 160, 128, 96")
+    add("--strong", action="store_true", help="CLSA's 14 operations on the crops to mix: five draws, p .5")
+    add("--ablation", choices=("none", "no-p", "no-q", "no-mixup", "vanilla-mixup"), default="none",
+        help="leave out a part of the refinery or the mixup, or mix queries with queries")
+    common.add_run_args(parser)
+    args = common.parse_run_args(parser, RECIPES, argv)
+    if not 0 <= args.momentum_encoder <= 1:
+        parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
+    if not 0 <= args.lam <= 1:
+        parser.error(f"--lam {args.lam} is not in [0, 1]")
+    for name in ("tau", "tau_prime", "kappa"):
+        if not 0 < vars(args)[name] < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} must be positive")
+    if not 0 <= min(args.m1, args.m2) <= max(args.m1, args.m2) < math.inf:
+        parser.error(f"--m1 {args.m1} and --m2 {args.m2} must not be negative")
+    if args.queue < args.batch_size:
+        parser.error(f"--queue {args.queue} is below --batch-size {args.batch_size}: it holds whole batches")
+    return args
+
+
+@torch.no_grad()
+def refine_labels(key_cos: Tensor, tau: float, tau_prime: float, mu: float, use_p: bool = True,
+                  use_q: bool = True) -> Tensor:
+    """Refined labels ybar of Eq. 5, (s, K), rows sum to 1, float32 or float64, without gradient.
+
+    key_cos: (s, K), K > 1, cosines of each positive's key with all keys; row i's positive is column i.
+    mu = 0 gives one-hot labels exactly. use_p, use_q: the two terms of the paper's component study."""
+    with torch.autocast(key_cos.device.type, enabled=False):
+        logits = (key_cos if key_cos.dtype == torch.float64 else key_cos.float()) / (tau * tau_prime)
+        onehot = torch.eye(*logits.shape, dtype=logits.dtype, device=logits.device)  # (s, K)
+        p = logits.softmax(1)  # Eq. 3 ff.
+        q = logits.masked_fill(onehot.bool(), -math.inf).softmax(1)
+        a, b = mu * use_p * p.amax(1, keepdim=True), mu * use_q * q.amax(1, keepdim=True)  # (s, 1)
+        z = 1 + a + b
+        return onehot / z + a / z * p + b / z * q  # Eq. 5, as 1 - alpha - beta = 1 / z
+
+
+def momentum_mixup(x: Tensor, x_key: Tensor, labels: Tensor, theta: Tensor,
+                   perm: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. 8: images theta x + (1 - theta) x_key[perm], and their labels with the same theta and permutation.
+
+    x: (s, 3, H, W) crops of the queries; x_key: the same shape, of the positives, which went through the key
+    encoder; labels: (s, K); theta, perm: (s,)."""
+    t = theta.view(-1, 1, 1, 1)
+    mixed = t * x + (1 - t) * x_key[perm]
+    t = theta.view(-1, 1)
+    return mixed, t * labels + (1 - t) * labels[perm]
+
+
+def soft_infonce_loss(cos: Tensor, labels: Tensor, tau: float) -> Tensor:
+    """Eq. 4: cross-entropy of softmax(cos / tau) with soft labels, both (s, K): a 0-d tensor, float32 or
+    float64."""
+    with torch.autocast(cos.device.type, enabled=False):
+        cos = cos if cos.dtype == torch.float64 else cos.float()
+        return -(labels.to(cos.dtype) * F.log_softmax(cos / tau, dim=1)).sum(1).mean()
+
+
+def mu_schedule(step: int, total: int, m1: float, m2: float) -> float:
+    """mu of a step: from m1 at step 0 along half a cosine to m2 at step `total`."""
+    return m2 - (m2 - m1) * (math.cos(math.pi * step / total) + 1) / 2
+
+
+def affine(image: Tensor, angle=0.0, right=0.0, down=0.0, shear_x=0.0, shear_y=0.0) -> Tensor:
+    """Turned by `angle` degrees, moved by shares of its size, sheared by slopes."""
+    shift = [round(right * image.shape[2]), round(down * image.shape[1])]
+    return TF.affine(image, angle, shift, 1.0, [math.degrees(math.atan(s)) for s in (shear_x, shear_y)])
+
+
+OPERATIONS = {  # CLSA's, with the range that the strength v is drawn from
+    "shear x": (-0.3, 0.3, lambda x, v: affine(x, shear_x=v)),
+    "shear y": (-0.3, 0.3, lambda x, v: affine(x, shear_y=v)),
+    "translate x": (-0.45, 0.45, lambda x, v: affine(x, right=v)),
+    "translate y": (-0.45, 0.45, lambda x, v: affine(x, down=v)),
+    "rotate": (-30, 30, lambda x, v: affine(x, angle=v)),
+    "auto-contrast": (0, 1, lambda x, v: TF.autocontrast(x)),
+    "invert": (0, 1, lambda x, v: TF.invert(x)),
+    "equalize": (0, 1, lambda x, v: TF.equalize(x)),
+    "solarize": (0, 255, TF.solarize),
+    "posterize": (4, 9, lambda x, v: TF.posterize(x, int(v))),
+    "contrast": (0.1, 1.9, TF.adjust_contrast),
+    "colour": (0.1, 1.9, TF.adjust_saturation),
+    "brightness": (0.1, 1.9, TF.adjust_brightness),
+    "sharpness": (0.1, 1.9, TF.adjust_sharpness)}
+
+
+class StrongAugment:
+    """For common.Augment: crop and flip, then five times, with p .5, an operation drawn for each image."""
+
+    def __init__(self, size: int, crop_scale, mean, std):
+        self.size, self.crop_scale, self.mean, self.std = size, crop_scale, mean, std
+        self.crop = common.Augment(size, crop_scale, jitter_p=0, gray_p=0, blur_p=0, mean=(0,) * 3,
+                                   std=(1,) * 3)
+
+    def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
+        images = (self.crop(images, crop) * 255).round().to(torch.uint8)
+        for image in images:
+            kinds = torch.randint(len(OPERATIONS), (5,))[torch.rand(5) < 0.5]
+            for kind, share in zip(kinds.tolist(), torch.rand(len(kinds)).tolist()):
+                low, high, operation = list(OPERATIONS.values())[kind]
+                image.copy_(operation(image, low + (high - low) * share))
+        return TF.normalize(images / 255, self.mean, self.std)
+
+
+def mlp(widths: list[int]) -> nn.Sequential:
+    """Linear layers, BatchNorm after each, ReLU after each but the last."""
+    layers = []
+    for a, b in zip(widths[:-1], widths[1:]):
+        layers += [nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers[:-1])
+
+
+class Model(nn.Module):
+    def __init__(self, args, small_images: bool):
+        super().__init__()
+        self.backbone = common.resnet(args.arch, args.width, small_images)
+        widths = [int(w) for w in args.projector.split("-")]
+        self.projector = mlp([self.backbone.feature_dim, *widths])
+        self.target = copy.deepcopy(nn.Sequential(self.backbone, self.projector)).requires_grad_(False)  # g
+        self.register_buffer("queue", F.normalize(torch.randn(args.queue, widths[-1]), dim=1))
+        self.register_buffer("queue_y", torch.full((args.queue,), -1))  # classes, to watch the refinery by
+        self.register_buffer("queue_ptr", torch.tensor(0))
+
+    def forward(self, x1: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        h = self.backbone(x1)  # (N, feature_dim)
+        return h, self.projector(h), *(self.projector(self.backbone(x)) for x in others)  # (N, D) each
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor, y: Tensor | None):
+        """Write keys (N, D) over the oldest, around the end of the queue if need be."""
+        at = (self.queue_ptr + torch.arange(len(keys), device=keys.device)) % len(self.queue)
+        self.queue[at] = keys
+        if y is not None:
+            self.queue_y[at] = y
+        self.queue_ptr.add_(len(keys)).remainder_(len(self.queue))
+
+
+def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+    """The cosines of the two views' embeddings, whose diagonal lights up with training."""
+    return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T]
+
+
+def small_crops(args, data: common.Images) -> list:
+    """An augmentation for each further view that is mixed: the small crops of large images, whose scale goes
+    with their size. Small images are mixed as x1 or, if --strong, as one view more."""
+    size, pixels = data.image_size, (224, 192, 160, 128, 96) if args.crops == "multi" else (96,)
+    if size <= 64:
+        pixels = (224,) if args.strong else ()
+    shares = [p / 224 for p in pixels] if args.lam else []
+    augment = StrongAugment if args.strong else common.Augment
+    return [augment(round(size * s), (0.2 * s, s), mean=data.mean, std=data.std) for s in shares]
+
+
+def mix(x1: Tensor, x2: Tensor, crops: list[Tensor], labels: Tensor, args) -> tuple[list, list]:
+    """Mixed queries and their labels: of each crop, or of x1 if there is none. Draws by torch's generator."""
+    pairs = []
+    for x in (crops or [x1]) if args.lam else []:
+        kappa = torch.full((len(x),), args.kappa, device=x.device)
+        theta = torch.distributions.Beta(kappa, kappa, validate_args=False).sample()
+        theta = torch.ones_like(theta) if args.ablation == "no-mixup" else theta
+        x_key = x if args.ablation == "vanilla-mixup" else TF.resize(x2, x.shape[2:])
+        pairs.append(momentum_mixup(x, x_key, labels, theta, torch.randperm(len(x), device=x.device)))
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def same_class(labels: Tensor, y: Tensor, keys_y: Tensor) -> Tensor:
+    """Of the weight that refined labels (s, K) put off the positives, the share on keys of the same class."""
+    weight = labels * (1 - torch.eye(*labels.shape, device=labels.device)) * (y >= 0)[:, None]
+    return (weight * (y[:, None] == keys_y)).sum() / weight.sum().clamp(min=1e-12)
+
+
+@torch.no_grad()
+def labels_picture(model: nn.Module, x1: Tensor, x2: Tensor, args) -> Tensor:
+    """Twelve rows of ten images: a query, its positive, and the eight other keys of this batch on which its
+    refined label at the end of the mu schedule has most weight. -> (12, 10, 3, H, W)"""
+    model.eval()
+    keys = F.normalize(model.target(x2).float(), dim=1)
+    model.train()
+    labels = refine_labels(keys @ keys.T, args.tau, args.tau_prime, args.m2)
+    best = labels.fill_diagonal_(-1)[:12].topk(min(8, len(keys) - 1), dim=1).indices  # (12, 8)
+    return torch.cat([x1[:12, None], x2[:12, None], x2[best]], 1)
+
+
+def main(args):
+    env = common.init_distributed(args.device)
+    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
+                               unlabelled=True)
+    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size)
+    torch.manual_seed(args.seed)
+    model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
+    groups[0]["weight_decay"] = args.weight_decay
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+    augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
+    views = (augment, augment, *small_crops(args, train))
+    run = common.Run(args, env, train, test, model, optimizer, views, picture, **KNN.get(args.dataset, {}))
+    net = common.distribute(model, env, args.compile)
+
+    for epoch in run.epochs():
+        for step, (x1, x2, *crops), y in run.batches(epoch):
+            lr = args.base_lr * args.batch_size / 256
+            lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
+            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            mu = mu_schedule(step, run.total_steps, args.m1, args.m2)
+
+            with torch.no_grad(), common.autocast(env.device, args.precision):
+                z2 = F.normalize(model.target(x2).float(), dim=1)  # (N / world, D), this rank's keys
+            new_keys, new_y = common.gather(z2), None if y is None else common.gather(y)  # of all ranks
+            first = -env.rank * len(z2)  # own keys first: row i's positive is column i on every rank
+            keys = torch.cat([new_keys.roll(first, 0), model.queue])  # (K, D)
+            labels = refine_labels(z2 @ keys.T, args.tau, args.tau_prime, mu, args.ablation != "no-p",
+                                   args.ablation != "no-q")  # (N / world, K)
+
+            mixed, mixed_labels = mix(x1, x2, crops, labels, args)
+
+            with common.autocast(env.device, args.precision):
+                h, z1, *z_mixed = net(x1, *mixed)
+            onehot = torch.eye(*labels.shape, device=labels.device)
+            vanilla, *mixup = (soft_infonce_loss(F.normalize(z.float(), dim=1) @ keys.T, target, args.tau)
+                               for z, target in zip([z1, *z_mixed], [onehot, *mixed_labels]))
+            mixup = torch.stack(mixup).mean() if mixup else torch.zeros_like(vanilla)
+            vanilla, mixup = common.gather(torch.stack([vanilla, mixup])[None]).mean(0)  # of all ranks' rows
+            loss = (1 - args.lam) * vanilla + args.lam * mixup  # Eq. 9
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            online = nn.Sequential(model.backbone, model.projector)
+            common.ema_update(model.target, online, args.momentum_encoder)
+            terms = {"vanilla": vanilla.detach(), "mixup": mixup.detach(), "mu": torch.tensor(mu)}
+            if y is not None:  # only to watch the refinery by
+                terms["same_class"] = same_class(labels, y, torch.cat([new_y.roll(first, 0), model.queue_y]))
+            model.enqueue(new_keys, new_y)
+            run.log(lr, loss, terms, z1, h, y)
+        run.end_epoch(epoch)
+        rows = labels_picture(model, *run.fixed, args)
+        rows = common.grid(rows.flatten(0, 1), train, rows.shape[1])
+        common.on_rank0(lambda: run.draw("labels.png", rows), env)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,307 @@
+"""SANE: labels, mixup and loss against loops, closed forms and by hand; the queue and the key encoder."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchvision.transforms import v2
+
+import common
+import sane
+from sane import momentum_mixup, mu_schedule, refine_labels, soft_infonce_loss
+
+TINY = ["--width", "4", "--projector", "16-16-8", "--batch-size", "8", "--queue", "20", "--device", "cpu"]
+
+
+def unit(n, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1)
+
+
+def slow_labels(key_cos, tau, tau_prime, mu, use_p=True, use_q=True):
+    rows = []
+    for i, row in enumerate(key_cos.tolist()):
+        e = [math.exp(c / (tau * tau_prime)) for c in row]
+        p = [v / sum(e) for v in e]
+        rest = sum(e) - e[i]
+        q = [0.0 if k == i else v / rest for k, v in enumerate(e)]
+        a, b = mu * max(p) * use_p, mu * max(q) * use_q
+        z = 1 + a + b
+        alpha, beta = a / z, b / z
+        rows.append([(1 - alpha - beta) * (k == i) + alpha * p[k] + beta * q[k] for k in range(len(row))])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("s, d, queue", [(6, 3, 5), (4, 9, 0), (2, 5, 11)])
+@pytest.mark.parametrize("mu", [0.0, 0.3, 1.0, 10.0])
+@pytest.mark.parametrize("use", [(True, True), (False, True), (True, False), (False, False)])
+def test_labels_equal_the_loop(s, d, queue, mu, use):
+    keys = unit(s + queue, d)
+    key_cos = keys[:s] @ keys.T
+    labels = refine_labels(key_cos, 0.2, 0.8, mu, *use)
+    torch.testing.assert_close(labels, slow_labels(key_cos, 0.2, 0.8, mu, *use), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(labels.sum(1), torch.ones(s, dtype=torch.float64))
+    assert ((labels >= 0) & (labels <= 1)).all()
+    if mu == 0 or use == (False, False):
+        assert torch.equal(labels, torch.eye(s, s + queue, dtype=torch.float64))
+
+
+def test_labels_by_hand():
+    """K = 3, one row, softmax temperature 1. Cosines ln 4, ln 2, ln 2 (no real ones, but exact): p is 1/2, 1/4,
+    1/4, and q is 0, 1/2, 1/2. mu = 2 makes z = 1 + 1 + 1, alpha = beta = 1/3."""
+    key_cos = torch.tensor([[math.log(4), math.log(2), math.log(2)]], requires_grad=True)
+    labels = refine_labels(key_cos, 0.5, 2.0, 2.0)
+    torch.testing.assert_close(labels, torch.tensor([[1 / 3 + 1 / 6, 1 / 12 + 1 / 6, 1 / 12 + 1 / 6]]))
+    assert not labels.requires_grad
+    # p alone: z = 2, alpha = 1/2; q alone: the same, and q leaves the positive alone
+    torch.testing.assert_close(
+        refine_labels(key_cos, 0.5, 2.0, 2.0, use_q=False), torch.tensor([[0.75, 0.125, 0.125]])
+    )
+    torch.testing.assert_close(
+        refine_labels(key_cos, 0.5, 2.0, 2.0, use_p=False), torch.tensor([[0.5, 0.25, 0.25]])
+    )
+    assert refine_labels(key_cos, 0.5, 2.0, 0.0).tolist() == [[1, 0, 0]]
+
+
+def test_labels_of_the_second_row_have_their_positive_in_the_second_column():
+    key_cos = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    labels = refine_labels(key_cos, 0.2, 0.8, 1.0)
+    torch.testing.assert_close(labels[0, [0, 1, 2]], labels[1, [1, 0, 2]])
+    assert labels[1].argmax() == 1
+
+
+def test_joint_permutation_of_the_queue():
+    keys, x = unit(12, 5), unit(4, 5, seed=1)
+    order = torch.cat([torch.arange(4), 4 + torch.randperm(8, generator=torch.Generator().manual_seed(2))])
+    labels, moved = (refine_labels(k[:4] @ k.T, 0.2, 0.8, 1.0) for k in (keys, keys[order]))
+    torch.testing.assert_close(moved, labels[:, order])
+    losses = [soft_infonce_loss(x @ k.T, y, 0.2) for k, y in ((keys, labels), (keys[order], moved))]
+    torch.testing.assert_close(*losses)
+    assert not torch.isclose(soft_infonce_loss(x @ keys.T, moved, 0.2), losses[0], rtol=1e-4)
+
+
+def test_the_refinery_finds_clusters():
+    """Five clusters: weight on keys of the own cluster, the positive aside, is 0 in a one-hot label, and grows
+    with mu and beyond what chance would put there."""
+    generator = torch.Generator().manual_seed(0)
+    cluster = torch.arange(60) % 5
+    keys = F.normalize(6 * torch.eye(5, 16)[cluster] + torch.randn(60, 16, generator=generator), dim=1)
+    own = (cluster[:20, None] == cluster) & ~torch.eye(20, 60, dtype=torch.bool)
+    weights, shares = [], []
+    for mu in (0.0, 0.1, 0.5, 1.0, 10.0):
+        labels = refine_labels(keys[:20] @ keys.T, 0.2, 0.8, mu)
+        weights.append(labels[own].sum().item() / 20)
+        shares.append(sane.same_class(labels, cluster[:20], cluster).item())
+    assert weights[0] == 0 and all(a < b - 0.005 for a, b in zip(weights, weights[1:]))
+    assert shares[0] == 0 and all(0.6 < share < 1 for share in shares[1:])  # chance: 11 of 59
+    unknown = torch.full((20,), -1)
+    assert sane.same_class(labels, unknown, torch.full((60,), -1)) == 0
+
+
+def test_mixup_at_its_ends_and_between():
+    generator = torch.Generator().manual_seed(0)
+    x, x_key = (torch.randn(4, 3, 2, 2, generator=generator) for _ in range(2))
+    labels, perm = torch.rand(4, 7, generator=generator).softmax(1), torch.tensor([2, 0, 3, 1])
+    mixed, y = momentum_mixup(x, x_key, labels, torch.ones(4), perm)
+    assert torch.equal(mixed, x) and torch.equal(y, labels)
+    mixed, y = momentum_mixup(x, x_key, labels, torch.zeros(4), perm)
+    assert torch.equal(mixed, x_key[perm]) and torch.equal(y, labels[perm])
+    theta = torch.tensor([0.25, 0.5, 0.75, 1.0])
+    mixed, y = momentum_mixup(x, x_key, labels, theta, perm)
+    for i in range(4):  # a theta of its own for each row, the same for image and label
+        t, j = theta[i].item(), perm[i].item()
+        torch.testing.assert_close(mixed[i], t * x[i] + (1 - t) * x_key[j])
+        torch.testing.assert_close(y[i], t * labels[i] + (1 - t) * labels[j])
+    torch.testing.assert_close(y.sum(1), torch.ones(4))
+
+
+def test_loss_equals_the_loop_and_cross_entropy():
+    cos, labels = unit(5, 9) @ unit(11, 9, seed=1).T, unit(5, 11, seed=2).softmax(1)
+    slow = 0.0
+    for i in range(5):
+        total = math.log(sum(math.exp(c / 0.3) for c in cos[i].tolist()))
+        slow -= sum(labels[i, k].item() * (cos[i, k].item() / 0.3 - total) for k in range(11)) / 5
+    assert soft_infonce_loss(cos, labels, 0.3).item() == pytest.approx(slow, rel=1e-12)
+    onehot = torch.eye(5, 11, dtype=torch.float64)
+    plain = F.cross_entropy(cos / 0.3, torch.arange(5))
+    torch.testing.assert_close(soft_infonce_loss(cos, onehot, 0.3), plain, rtol=1e-12, atol=0)
+    assert torch.autograd.gradcheck(lambda c: soft_infonce_loss(c, labels, 0.3), cos.requires_grad_())
+
+
+def test_known_values_of_the_loss():
+    """All embeddings equal: ln K. A query on its key and orthogonal to the queue: 0, as the key is no negative of
+    itself."""
+    assert soft_infonce_loss(torch.ones(4, 17), torch.eye(4, 17), 0.2).item() == pytest.approx(
+        math.log(17), abs=1e-6
+    )
+    z = torch.eye(32)
+    keys = torch.cat([z[:8], z[8:]])
+    assert soft_infonce_loss(z[:8] @ keys.T, torch.eye(8, 32), 0.07) < 1e-4
+
+
+@pytest.mark.parametrize("tau", [0.2, 0.005])
+def test_low_temperature_and_half_precision(tau):
+    cos = (unit(6, 4) @ unit(40, 4, seed=1).T).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        labels = refine_labels(cos[:, :40], tau, 0.8, 1.0)
+        x = cos.clone().requires_grad_()
+        loss = soft_infonce_loss(x, labels, tau)
+    assert labels.dtype == loss.dtype == torch.float32
+    loss.backward()
+    assert loss.isfinite() and x.grad.isfinite().all() and labels.isfinite().all()
+    torch.testing.assert_close(labels, refine_labels(cos.float(), tau, 0.8, 1.0))
+    torch.testing.assert_close(loss, soft_infonce_loss(cos.float(), labels, tau))
+    assert soft_infonce_loss(cos.double(), labels.double(), tau).dtype == torch.float64
+
+
+def test_mu_schedule():
+    assert mu_schedule(0, 100, 0.5, 10) == 0.5 and mu_schedule(100, 100, 0.5, 10) == 10
+    assert mu_schedule(50, 100, 0.5, 10) == pytest.approx(5.25)
+    assert mu_schedule(25, 100, 0, 1) == pytest.approx(1 - (math.sqrt(0.5) + 1) / 2)
+    values = [mu_schedule(t, 100, 0, 1) for t in range(101)]
+    assert values == sorted(values)
+
+
+def model(*flags):
+    torch.manual_seed(0)
+    return sane.Model(sane.parse_args([*TINY, *flags]), small_images=True)
+
+
+def test_queue_goes_round():
+    net = model()
+    torch.testing.assert_close(net.queue.norm(dim=1), torch.ones(20))
+    batches = [unit(8, 8, seed=i).float() for i in range(3)]
+    for i, keys in enumerate(batches):
+        net.enqueue(keys, torch.full((8,), i))
+    assert net.queue_ptr.item() == 24 % 20
+    assert torch.equal(net.queue[:4], batches[2][4:]) and torch.equal(net.queue[4:8], batches[0][4:])
+    assert torch.equal(net.queue[16:], batches[2][:4]) and torch.equal(net.queue[8:16], batches[1])
+    assert net.queue_y.tolist() == [2] * 4 + [0] * 4 + [1] * 8 + [2] * 4
+    torch.testing.assert_close(net.queue.norm(dim=1), torch.ones(20))
+
+
+def test_what_learns_and_what_does_not():
+    net = model()
+    x1, x2, x3 = torch.randn(3, 8, 3, 16, 16)
+    _, z1, z2, z3 = net(x1, x2, x3)
+    with torch.no_grad():
+        torch.testing.assert_close(F.normalize(net.target(x2), dim=1), F.normalize(z2, dim=1))
+    (z1.sum() + (z2 * z3).sum()).backward()
+    for name, p in net.named_parameters():
+        assert p.requires_grad != name.startswith("target.") and (p.grad is None) == name.startswith(
+            "target."
+        )
+
+
+@pytest.mark.parametrize("ablation", ["none", "no-mixup", "vanilla-mixup"])
+def test_mix(ablation):
+    args = sane.parse_args([*TINY, "--ablation", ablation])
+    x1, x2 = torch.zeros(64, 3, 8, 8), torch.ones(64, 3, 8, 8)
+    labels = torch.eye(64, 80)
+    torch.manual_seed(0)
+    (mixed,), (y,) = sane.mix(x1, x2, [], labels, args)
+    share = mixed.mean((1, 2, 3))  # of x2
+    if ablation == "none":
+        assert ((share > 0) & (share < 1)).all()
+        assert len(share.unique()) == 64 and 0.4 < share.mean() < 0.6  # a theta per row
+        own = y.diagonal()
+        torch.testing.assert_close(torch.where(own == 1, 1 - share, own), 1 - share)  # 1: perm(i) is i
+    else:
+        assert (share == 0).all() and torch.equal(y, labels) == (ablation == "no-mixup")
+    torch.manual_seed(0)
+    assert torch.equal(sane.mix(x1, x2, [], labels, args)[1][0], y)
+    assert sane.mix(x1, x2, [], labels, sane.parse_args([*TINY, "--lam", "0"])) == ([], [])
+    small = sane.mix(x1, x2, [torch.zeros(64, 3, 6, 6), torch.zeros(64, 3, 4, 4)], labels, args)
+    assert [x.shape[2] for x in small[0]] == [6, 4] and len(small[1]) == 2
+
+
+def data(size):
+    return common.Images([], None, [], (0.5,) * 3, (0.25,) * 3, size)
+
+
+def test_small_crops():
+    def sizes(size, *flags):
+        return [
+            (view.size, type(view).__name__)
+            for view in sane.small_crops(sane.parse_args([*TINY, *flags]), data(size))
+        ]
+
+    weak, strong = "Augment", "StrongAugment"
+    assert sizes(224) == [(96, weak)] and sizes(224, "--strong") == [(96, strong)]
+    assert sizes(224, "--crops", "multi") == [(s, weak) for s in (224, 192, 160, 128, 96)]
+    assert sizes(32) == [] and sizes(32, "--strong") == [(32, strong)]
+    assert sizes(224, "--lam", "0", "--strong") == []
+    (view,) = sane.small_crops(sane.parse_args(TINY), data(224))
+    assert view.crop_scale == pytest.approx((0.086, 0.429), abs=1e-3)
+
+
+def test_strong_operations():
+    """Fourteen; each changes an image, keeps its shape and type, and does what its name says at known strengths."""
+    image = torch.randint(60, 160, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert len(sane.OPERATIONS) == 14
+    for low, high, operation in sane.OPERATIONS.values():
+        for share in (0.01, 0.99):
+            result = operation(image, low + (high - low) * share)
+            assert result.shape == image.shape and result.dtype == torch.uint8
+        assert any(not torch.equal(operation(image, low + (high - low) * s), image) for s in (0.05, 0.95))
+    names = {name: operation for name, (_, _, operation) in sane.OPERATIONS.items()}
+    assert torch.equal(names["translate x"](image, 0.25)[:, :, 8:], image[:, :, :-8])
+    assert torch.equal(names["translate y"](image, -0.25)[:, :-8], image[:, 8:])
+    assert torch.equal(names["invert"](image, 0), 255 - image)
+    assert torch.equal(names["posterize"](image, 4.9), image & 0b11110000)
+    assert torch.equal(names["solarize"](image, 100.0), torch.where(image >= 100, 255 - image, image))
+    assert torch.equal(names["colour"](image, 0.5), v2.functional.adjust_saturation(image, 0.5))
+    row = torch.zeros(3, 15, 15, dtype=torch.uint8)
+    row[:, :, 7] = 255  # a vertical line leans when x is sheared and stays when y is
+    assert torch.equal(names["shear y"](row, 0.3), row) and not torch.equal(names["shear x"](row, 0.3), row)
+
+
+def test_strong_augment_draws_for_each_image():
+    view = sane.StrongAugment(16, (0.2, 1.0), (0.5,) * 3, (0.25,) * 3)
+    images = torch.randint(0, 256, (1, 3, 20, 20), dtype=torch.uint8).repeat(64, 1, 1, 1)
+    torch.manual_seed(0)
+    x = view(images)
+    assert x.shape == (64, 3, 16, 16) and x.dtype == torch.float32 and x.min() >= -2 and x.max() <= 2
+    assert len({tuple(row.flatten().tolist()) for row in x}) >= 62
+    torch.manual_seed(0)
+    assert torch.equal(view(images), x) and not torch.equal(view(images), x)
+    fixed = sane.StrongAugment(20, (1.0, 1.0), (0.0,) * 3, (1.0,) * 3)(images, crop=False)
+    unchanged = sum(
+        torch.equal((row * 255).round(), images[0].float())
+        or torch.equal((row * 255).round(), images[0].float().flip(2))
+        for row in fixed
+    )
+    assert (
+        0 < unchanged < 20
+    )  # five draws at p .5 leave an image alone 1 time in 32, and a few change nothing
+
+
+def test_labels_picture_shows_the_nearest_keys():
+    net = model()
+    x1, x2 = torch.randn(2, 16, 3, 16, 16)
+    x2[9] = x2[3] + 1e-4  # the key nearest to row 3's is row 9's
+    shown = sane.labels_picture(net, x1, x2, sane.parse_args(TINY))
+    assert shown.shape == (12, 10, 3, 16, 16) and torch.equal(shown[3, 0], x1[3]) and torch.equal(shown[3, 1], x2[3])
+    assert torch.equal(shown[3, 2], x2[9]) and net.training
+    for i in range(12):
+        assert not any(torch.equal(shown[i, j], x2[i]) for j in range(2, 10))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--queue", "7"],
+        ["--lam", "1.5"],
+        ["--momentum-encoder", "2"],
+        ["--tau", "0"],
+        ["--kappa", "-1"],
+        ["--m1", "-1"],
+        ["--ablation", "all"],
+        ["--crops", "3"],
+    ],
+)
+def test_errors(capsys, flags):
+    with pytest.raises(SystemExit) as error:
+        sane.parse_args([*TINY, *flags])
+    assert error.value.code == 2 and capsys.readouterr().err.startswith("error: ")
