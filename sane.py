@@ -43,7 +43,7 @@ IMAGENET = dict(CIFAR, epochs=200, base_lr=0.03, weight_decay=1e-4, warmup_epoch
 SMALL = dict(CIFAR, arch="resnet18", epochs=1000)
 RECIPES = {
     "patterns": dict(SMALL, width=16, projector="512-512-128", epochs=7, base_lr=0.3, warmup_epochs=1.0,
-                     queue=2048, momentum_encoder=0.95),
+                     queue=2048),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": SMALL, "tinyimagenet": SMALL,
     "imagenet100": IMAGENET, "imagenet": IMAGENET, "folder": dict(SMALL, epochs=200)}
 KNN = {"cifar10": dict(k=50, tau=0.05)}  # Sec. 4; elsewhere common's

@@ -462,25 +462,33 @@ def test_no_data_and_no_internet(tmp_path, world):
     assert_refused(results, 1, "cifar10", str(tmp_path / "none"), "cifar-10-batches-py")
 
 
-TERMS = {
-    "simtrace.py": {"alignment"},
-    "simaffinity.py": {"ce", "sym"},
-    "simwhitening.py": {"ce", "sym"},
-    "sane.py": {"vanilla", "mixup", "mu", "same_class"},
+MOCO = ["--base-lr", "0.3", "--queue", "48"]  # 48: the second batch goes round the end
+METHODS = {
+    "simtrace": ([], {"alignment"}),
+    "simaffinity": ([], {"ce", "sym"}),
+    "simwhitening": ([], {"ce", "sym"}),
+    "sane": ([*MOCO, "--strong"], {"vanilla", "mixup", "mu", "same_class"}),
+    "margin_infonce": ([*MOCO, "--m1", "0.2", "--attenuation", "0.5"], {"positive_cos"}),
+    "margin_infonce simclr": (
+        ["--base-lr", "0.3", "--ratio-m1", "0.4", "--framework", "simclr"],
+        {"positive_cos"},
+    ),
+    "margin_infonce byol": (["--base-lr", "0.3", "--scale", "2", "--framework", "byol"], {"positive_cos"}),
 }
-FLAGS = {
-    "sane.py": ["--base-lr", "0.3", "--queue", "48", "--strong"]
-}  # 48: the second batch goes round the end
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "simtrace.py"])
-def test_every_script_goes_on_bit_for_bit(capfd, tmp_path, script):
-    args = [*TINY, *FLAGS.get(script, [])]
+def test_every_script_has_its_cases():
+    assert {f"{method.split()[0]}.py" for method in METHODS} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "simtrace"])
+def test_every_script_goes_on_bit_for_bit(capfd, tmp_path, method):
+    script, args = f"{method.split()[0]}.py", [*TINY, *METHODS[method][0]]
     for out, steps in (("two", "3"), ("two", "12"), ("one", "12")):
         status, _, err = run_here(capfd, script, *args, "--out", tmp_path / out, "--max-steps", steps)
         assert (status, err) == (0, "")
     assert_same(weights(tmp_path / "two"), weights(tmp_path / "one"))
-    assert {"loss", *TERMS[script]} <= log(tmp_path / "two")[-1].keys()
+    assert {"loss", *METHODS[method][1]} <= log(tmp_path / "two")[-1].keys()
 
 
 class FixedViews:
@@ -522,11 +530,13 @@ def without_batchnorm(script, args, env, out, err):
     module.main(module.parse_args(args))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_two_processes_train_as_one(tmp_path, script):
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_train_as_one(tmp_path, method):
     """With BatchNorm out of the way, 12 steps at world 1 and 2 give the same weights, and both ranks hold the
     same: queue, pointer, key encoder and all."""
-    flags = ["--queue", "48", "--ablation", "no-mixup", "--base-lr", "0.3"] if script == "sane.py" else []
+    script, flags = f"{method.split()[0]}.py", METHODS[method][0]
+    if method == "sane":  # the draws of mixup and of strong operations are each rank's own
+        flags = [*MOCO, "--ablation", "no-mixup"]
     for world in (1, 2):
         args = [*TINY, *flags, "--precision", "fp32", "--max-steps", "12", "--out", tmp_path / str(world)]
         (tmp_path / str(world)).mkdir()
@@ -538,7 +548,7 @@ def test_two_processes_train_as_one(tmp_path, script):
         if name not in ("0.running_mean", "0.running_var", "1.weight", "1.bias"):  # the probe has a BatchNorm
             torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-5, msg=name)
     for row, other in zip(log(tmp_path / "1"), log(tmp_path / "2"), strict=True):
-        for name in {"loss", *TERMS[script]} - {"same_class"}:  # same_class is of rank 0's rows
+        for name in {"loss", *METHODS[method][1]} - {"same_class"}:  # same_class is of rank 0's rows
             assert row[name] == pytest.approx(other[name], rel=1e-4), name
     ranks = [torch.load(tmp_path / "2" / f"rank{rank}.pt") for rank in (0, 1)]
     assert_same(*ranks)
@@ -549,7 +559,17 @@ def test_sane_mixes_small_crops_of_large_images(capfd, tmp_path):
         path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         torchvision.utils.save_image(torch.rand(3, 110, 90), path)
-    args = [*TINY, "--data-dir", tmp_path / "images", "--image-size", "112", "--batch-size", "8", "--queue", "16"]
+    args = [
+        *TINY,
+        "--data-dir",
+        tmp_path / "images",
+        "--image-size",
+        "112",
+        "--batch-size",
+        "8",
+        "--queue",
+        "16",
+    ]
     args += ["--crops", "multi", "--strong", "--epochs", "1", "--base-lr", "0.1", "--workers", "2"]
     status, _, err = run_here(capfd, "sane.py", *args, "--out", tmp_path / "run")
     assert (status, err) == (0, "") and log(tmp_path / "run")[-1]["step"] == 3

@@ -48,7 +48,7 @@ def test_labels_equal_the_loop(s, d, queue, mu, use):
 
 
 def test_labels_by_hand():
-    """K = 3, one row, softmax temperature 1. Cosines ln 4, ln 2, ln 2 (no real ones, but exact): p is 1/2, 1/4,
+    """K = 3, one row, softmax temperature 1. Cosines ln 4, ln 2, ln 2 (not real, but exact): p is 1/2, 1/4,
     1/4, and q is 0, 1/2, 1/2. mu = 2 makes z = 1 + 1 + 1, alpha = beta = 1/3."""
     key_cos = torch.tensor([[math.log(4), math.log(2), math.log(2)]], requires_grad=True)
     labels = refine_labels(key_cos, 0.5, 2.0, 2.0)
@@ -82,7 +82,7 @@ def test_joint_permutation_of_the_queue():
 
 
 def test_the_refinery_finds_clusters():
-    """Five clusters: weight on keys of the own cluster, the positive aside, is 0 in a one-hot label, and grows
+    """Five clusters: weight on keys of the own cluster, the positive aside, is 0 in a one-hot label, grows
     with mu and beyond what chance would put there."""
     generator = torch.Generator().manual_seed(0)
     cluster = torch.arange(60) % 5
@@ -130,8 +130,8 @@ def test_loss_equals_the_loop_and_cross_entropy():
 
 
 def test_known_values_of_the_loss():
-    """All embeddings equal: ln K. A query on its key and orthogonal to the queue: 0, as the key is no negative of
-    itself."""
+    """All embeddings equal: ln K. A query on its key, orthogonal to the queue: 0, as no key is its own
+    negative."""
     assert soft_infonce_loss(torch.ones(4, 17), torch.eye(4, 17), 0.2).item() == pytest.approx(
         math.log(17), abs=1e-6
     )
@@ -237,7 +237,7 @@ def test_small_crops():
 
 
 def test_strong_operations():
-    """Fourteen; each changes an image, keeps its shape and type, and does what its name says at known strengths."""
+    """Fourteen: each changes images, keeps shape and type, and does what its name says at known strengths."""
     image = torch.randint(60, 160, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert len(sane.OPERATIONS) == 14
     for low, high, operation in sane.OPERATIONS.values():
@@ -282,7 +282,11 @@ def test_labels_picture_shows_the_nearest_keys():
     x1, x2 = torch.randn(2, 16, 3, 16, 16)
     x2[9] = x2[3] + 1e-4  # the key nearest to row 3's is row 9's
     shown = sane.labels_picture(net, x1, x2, sane.parse_args(TINY))
-    assert shown.shape == (12, 10, 3, 16, 16) and torch.equal(shown[3, 0], x1[3]) and torch.equal(shown[3, 1], x2[3])
+    assert (
+        shown.shape == (12, 10, 3, 16, 16)
+        and torch.equal(shown[3, 0], x1[3])
+        and torch.equal(shown[3, 1], x2[3])
+    )
     assert torch.equal(shown[3, 2], x2[9]) and net.training
     for i in range(12):
         assert not any(torch.equal(shown[i, j], x2[i]) for j in range(2, 10))

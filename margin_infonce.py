@@ -1,0 +1,292 @@
+"""Margins: Rho et al., "Understanding Contrastive Learning Through the Lens of Margins", arXiv 2306.11526, on
+MoCo, SimCLR and BYOL.
+
+    theta_ij = arccos(cos_ij),   p_ij = 1 at row i's positive, else 0
+    delta_ij = (cos(theta_ij + m1 p_ij) - m2 p_ij) / tau,   q_i = softmax(delta_i)                    Eq. 4
+    loss     = mean_i [-delta_i,pos + beta logsumexp_j delta_ij]     beta 1: InfoNCE, beta 0: BYOL    Eq. 5
+
+A margin does four things to the gradient. Each has a switch of its own, which leaves the loss's value alone
+(q~: the positive's probability without margins):
+
+    scale s         the positive's gradient times s                                                   Eq. 9
+    curvature c     and times 1 - (theta_pos / pi)^c: less if it is far                           Eq. 10, 11
+    ratio_m1        row i's gradient times (1 - beta q) / (1 - beta q~), q with m1 = ratio_m1
+    attenuation a   row i's gradient (type 2: its positive's) times 1 / (1 - a q~)
+
+MoCo: [positive | queue of earlier keys], keys from an EMA copy of the network. SimCLR: each of 2N embeddings
+against the 2N - 1 others. BYOL: a predictor, an EMA copy, beta 0, both directions; as it has no negatives,
+ratio_m1 does nothing there. With m1 > 0 the positive's logit falls with its angle up to theta + m1 = pi only.
+
+Ours, not the paper's: the curve of Eq. 10 (the simplest with every property that the text states); tau of
+BYOL, and its EMA at a constant rate; the heads; batch 256 for SimCLR on imagenet (4096 is better, if memory
+allows); recipes of patterns and folder. MoCo shuffles images over GPUs so that BatchNorm cannot betray a
+positive. Here BatchNorm sees the whole batch (one process, or CUDA: synchronised), in which one image weighs
+little, and nothing is shuffled.
+
+    torchrun margin_infonce.py --framework simclr                    a CPU: minutes, nothing to download
+    torchrun margin_infonce.py --dataset cifar10 --m1 0.2            a GPU: the paper's recipe, MoCo, a margin
+    torchrun --nproc_per_node=8 margin_infonce.py --dataset imagenet --scale 2 --curvature 1.5 --data-dir DIR
+
+Measured: nothing yet.
+"""
+import argparse
+import copy
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision import utils
+
+import common
+
+CIFAR = dict(arch="resnet18", width=64, projector="512-128", epochs=200, batch_size=256, base_lr=0.06,
+             bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99)  # as ReSSL
+STL = dict(CIFAR, queue=16384, momentum_encoder=0.996)
+IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-128", epochs=100, base_lr=0.03, weight_decay=1e-4,
+                queue=65536, momentum_encoder=0.999)
+RECIPES = {
+    "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=7, base_lr=0.3, warmup_epochs=1.0,
+                     queue=2048),
+    "cifar10": CIFAR, "cifar100": CIFAR, "stl10": STL, "tinyimagenet": STL, "imagenet100": IMAGENET,
+    "imagenet": IMAGENET, "folder": CIFAR}
+TAU = {"moco": 0.2, "simclr": 0.5, "byol": 1.0}  # ours
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="margin_infonce.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--framework", choices=tuple(TAU), default="moco")
+    add("--tau", type=float, help="temperature (ours: moco 0.2, simclr 0.5, byol 1)")
+    add("--m1", type=float, default=0.0, help="angular margin, in radians (Eq. 4)")
+    add("--m2", type=float, default=0.0, help="subtractive margin (Eq. 4)")
+    add("--scale", type=float, default=1.0, help="s, of the positive's gradient (Eq. 9)")
+    add("--curvature", type=float, default=math.inf, help="c: 1 - (theta / pi)^c on it too (Eq. 10, 11)")
+    add("--ratio-m1", type=float, default=0.0, help="angular margin whose gradient ratio each row gets")
+    add("--attenuation", type=float, default=0.0, help="a: 1 / (1 - a q~) on the gradient, in [0, 1)")
+    add("--attenuation-type", type=int, choices=(1, 2), default=1, help="1: of a row, 2: of its positive")
+    add("--queue", type=int, help="keys of earlier batches (moco)")
+    add("--momentum-encoder", type=float, metavar="M", help="momentum of the EMA copy (moco, byol)")
+    add("--plot-gradients", action="store_true", help="draw margin.png in --out, and do not train")
+    common.add_run_args(parser)
+    args = common.parse_run_args(parser, RECIPES, argv)
+    args.tau = TAU[args.framework] if args.tau is None else args.tau
+    if not 0 <= args.momentum_encoder <= 1:
+        parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
+    for name in ("tau", "scale", "curvature"):
+        if not vars(args)[name] > 0:
+            parser.error(f"--{name} {vars(args)[name]} must be positive")
+    if args.ratio_m1 and (args.m1 or args.m2):
+        parser.error("--ratio-m1 is for a loss without margins: leave out --m1 and --m2")
+    if not 0 <= args.attenuation < 1:
+        parser.error(f"--attenuation {args.attenuation} is not in [0, 1)")
+    if args.framework == "moco" and args.queue < args.batch_size:
+        parser.error(f"--queue {args.queue} is below --batch-size {args.batch_size}: it holds whole batches")
+    return args
+
+
+def scale_gradient(x: Tensor, w: Tensor) -> Tensor:
+    """x, with its gradient times w."""
+    w = w.detach()
+    return w * x + (x - w * x).detach()
+
+
+def add_angle(cos: Tensor, m1: float) -> Tensor:
+    """cos(theta + m1) of cos(theta); cut where sin(theta) < 1e-4, so that the gradient is bounded."""
+    if m1 == 0:
+        return cos
+    sin = ((1 - cos) * (1 + cos)).clamp(min=1e-8).sqrt()
+    return cos * math.cos(m1) - sin * math.sin(m1)
+
+
+def margin_infonce_loss(cos: Tensor, pos: Tensor, *, tau: float, beta: float = 1.0, m1: float = 0.0,
+                        m2: float = 0.0, scale: float = 1.0, curvature: float = math.inf,
+                        ratio_m1: float = 0.0, attenuation: float = 0.0, attenuation_type: int = 1) -> Tensor:
+    """The margin loss of cosines (N, K), row i's positive in column pos[i]: a 0-d tensor, float32 or float64.
+
+    m1 in radians. ValueError for ratio_m1 with m1 or m2, attenuation outside [0, 1), an unknown type."""
+    if ratio_m1 and (m1 or m2):
+        raise ValueError("ratio_m1 is for a loss without margins: m1 and m2 must be 0")
+    if not 0 <= attenuation < 1 or attenuation_type not in (1, 2):
+        raise ValueError(f"attenuation {attenuation} is not in [0, 1), or type {attenuation_type} not 1 or 2")
+    with torch.autocast(cos.device.type, enabled=False):
+        cos = cos if cos.dtype == torch.float64 else cos.float()
+        column = pos[:, None]
+        cos_pos = cos.gather(1, column)  # (N, 1)
+
+        def softmax_pos(positive):  # the positive's probability, with this logit in its place
+            return (positive - (cos / tau).scatter(1, column, positive).logsumexp(1, keepdim=True)).exp()
+
+        delta_pos = (add_angle(cos_pos, m1) - m2) / tau  # Eq. 4
+        of_pos, of_row = torch.full_like(cos_pos, scale), torch.ones_like(cos_pos)  # (N, 1), Eq. 9
+        with torch.no_grad():
+            if curvature < math.inf:
+                of_pos = of_pos * (1 - (cos_pos.clamp(-1, 1).acos() / math.pi) ** curvature)  # Eq. 10, 11
+            if ratio_m1 or attenuation:
+                q0 = softmax_pos(cos_pos / tau)  # q~
+            if ratio_m1:
+                q = softmax_pos(add_angle(cos_pos, ratio_m1) / tau)
+                of_row = of_row * (1 - beta * q) / (1 - beta * q0).clamp(min=1e-6)
+            if attenuation and attenuation_type == 1:
+                of_row = of_row / (1 - attenuation * q0)
+            elif attenuation:
+                of_pos = of_pos / (1 - attenuation * q0)
+
+        delta_pos = scale_gradient(delta_pos, of_pos)
+        delta = (cos / tau).scatter(1, column, delta_pos)  # (N, K)
+        loss = beta * delta.logsumexp(1, keepdim=True) - delta_pos if beta else -delta_pos  # Eq. 5
+        return scale_gradient(loss, of_row).mean()
+
+
+def similarities(framework: str, z1: Tensor, z2: Tensor, queue: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cosines (rows, K) and positives' columns (rows,) of two views' embeddings, (N, D) each, or, for BYOL,
+    of predictions and targets in both directions, (2N, D) each."""
+    z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    first = torch.zeros(len(z1), dtype=torch.long, device=z1.device)
+    if framework == "simclr":
+        z, n = torch.cat([z1, z2]), 2 * len(z1)
+        cos = (z @ z.T).flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)  # without the diagonal
+        own = torch.arange(n // 2, device=z.device)
+        return cos, torch.cat([own + n // 2 - 1, own])
+    cos = (z1 * z2).sum(1, keepdim=True)
+    return (torch.cat([cos, z1 @ queue.T], dim=1) if framework == "moco" else cos), first
+
+
+def gradient_picture(args) -> Tensor:
+    """The factor that these settings put on the positive's gradient: over its angle, for q~ 0.1, 0.5, 0.9
+    (left; blue, light blue, orange), and over q~, for 20, 60, 100 degrees (right). -> (3, H, W)"""
+    def factor(theta, q0, **switches):  # by autograd, with one negative that makes the probability q~
+        cos = theta.cos()
+        cos = torch.stack([cos, cos + args.tau * (1 / q0 - 1).log()], 1).requires_grad_()
+        pos = torch.zeros(len(cos), dtype=torch.long)
+        loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"), **switches)
+        return torch.autograd.grad(loss, cos)[0][:, 0]
+
+    wide, high, switches = 360, 240, {k: getattr(args, k) for k in SWITCHES}
+    x = (torch.arange(wide, dtype=torch.float64) + 0.5) / wide
+    curves = [[factor(theta, q0, **switches) / factor(theta, q0) for theta, q0 in pairs] for pairs in (
+        [(x * math.pi, torch.full_like(x, q)) for q in (0.1, 0.5, 0.9)],
+        [(torch.full_like(x, math.radians(a)), x) for a in (20, 60, 100)])]
+    top = max(2.0, min(10.0, math.ceil(max(c.max().item() for panel in curves for c in panel))))
+    panels = []
+    for panel, name, last in zip(curves, ("angle, to", "q~, to"), ("180 degrees", "1")):
+        image = torch.ones(3, high, wide)
+        image[:, round(high * (1 - 1 / top))] = 0.8  # factor 1
+        for curve, colour in zip(panel, ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2))):
+            y = ((1 - curve / top) * high).round().clamp(0, high - 1).long()
+            for i, (a, b) in enumerate(zip(y[:-1].tolist(), y[1:].tolist())):
+                image[:, min(a, b) : max(a, b) + 2, i : i + 2] = torch.tensor(colour)[:, None, None]
+        texts = {f"factor, 0 to {top:g}": (4, 2), f"{name} {last}": (wide - 150, high - 14)}
+        boxes = torch.tensor([[left, up, left + 1, up + 1] for left, up in texts.values()])
+        image = utils.draw_bounding_boxes((image * 255).byte(), boxes, list(texts), colors="white",
+                                          label_colors="black")
+        panels.append(F.pad(image, (8, 8, 8, 8), value=255))
+    return torch.cat(panels, 2).float() / 255
+
+
+def plot(args):
+    path = Path(args.out) / "margin.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common.write_file(path, lambda file: utils.save_image(gradient_picture(args), file, format="png"))
+    print(f"{path} is drawn")
+
+
+SWITCHES = ("m1", "m2", "scale", "curvature", "ratio_m1", "attenuation", "attenuation_type")
+
+
+def mlp(widths: list[int]) -> nn.Sequential:
+    """Linear layers, BatchNorm and ReLU after each but the last."""
+    layers = []
+    for a, b in zip(widths[:-1], widths[1:]):
+        layers += [nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers[:-2])
+
+
+class Model(nn.Module):
+    def __init__(self, args, small_images: bool):
+        super().__init__()
+        self.framework = args.framework
+        self.backbone = common.resnet(args.arch, args.width, small_images)
+        widths = [int(w) for w in args.projector.split("-")]
+        self.projector = mlp([self.backbone.feature_dim, *widths])
+        byol = args.framework == "byol"
+        self.predictor = mlp([widths[-1], widths[0], widths[-1]]) if byol else nn.Identity()
+        self.target = self.queue = None
+        if args.framework != "simclr":  # EMA copy: MoCo's key encoder, BYOL's target
+            self.target = copy.deepcopy(nn.Sequential(self.backbone, self.projector)).requires_grad_(False)
+        if args.framework == "moco":
+            del self.queue
+            self.register_buffer("queue", F.normalize(torch.randn(args.queue, widths[-1]), dim=1))
+            self.register_buffer("queue_ptr", torch.tensor(0))
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.framework == "moco":
+            h = self.backbone(x1)  # (N, feature_dim)
+            return h, self.projector(h), self.target(x2)  # (N, D) each
+        h = self.backbone(torch.cat([x1, x2]))  # (2N, feature_dim)
+        z = self.projector(h)
+        if self.framework == "byol":
+            return h, self.predictor(z), self.target(torch.cat([x2, x1]))  # (2N, D) each
+        return h, *z.chunk(2)  # (N, D) each
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor):
+        """Write keys (N, D) over the oldest, around the end of the queue if need be."""
+        at = (self.queue_ptr + torch.arange(len(keys), device=keys.device)) % len(self.queue)
+        self.queue[at] = F.normalize(keys, dim=1)
+        self.queue_ptr.add_(len(keys)).remainder_(len(self.queue))
+
+
+def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+    """The cosines of the two views' embeddings, whose diagonal lights up with training."""
+    return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T]
+
+
+def main(args):
+    env = common.init_distributed(args.device)
+    if args.plot_gradients:
+        common.on_rank0(lambda: plot(args), env)
+        return
+    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
+                               unlabelled=True)
+    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size)
+    torch.manual_seed(args.seed)
+    model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
+    groups[0]["weight_decay"] = args.weight_decay
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+    augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
+    run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
+    net = common.distribute(model, env, args.compile)
+
+    for epoch in run.epochs():
+        for step, (x1, x2), y in run.batches(epoch):
+            lr = args.base_lr * args.batch_size / 256
+            lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
+            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+
+            with common.autocast(env.device, args.precision):
+                h, z1, z2 = net(x1, x2)
+            z1, z2 = common.gather(z1.float()), common.gather(z2.float())  # (N, D), of all ranks; BYOL: 2N
+            cos, pos = similarities(args.framework, z1, z2, model.queue)
+            loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"),
+                                       **{name: getattr(args, name) for name in SWITCHES})
+            terms = {"positive_cos": cos.detach().gather(1, pos[:, None]).mean()}
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if model.target is not None:
+                online = nn.Sequential(model.backbone, model.projector)
+                common.ema_update(model.target, online, args.momentum_encoder)
+            if args.framework == "moco":  # after the logits: no key is its own negative
+                model.enqueue(z2)
+            run.log(lr, loss, terms, z1, h, y)
+        run.end_epoch(epoch)
+
+
+if __name__ == "__main__":
+    main(parse_args())
