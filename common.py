@@ -559,6 +559,14 @@ def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> fl
     return round(hits.item()) / len(test_y)
 
 
+def rankme(x: Tensor) -> float:
+    """Effective rank of features (N, D), 1 to min(N, D): exp(-sum p log p), p = singular values over their
+    sum (Garrido et al., arXiv 2210.02885)."""
+    s = torch.linalg.svdvals(x.double())
+    p = s / s.sum()
+    return torch.special.entr(p).sum().exp().item()
+
+
 def embedding_std(z: Tensor) -> float:
     """Std over z's l2-normalised rows (N, D), mean over dimensions, times sqrt(D): 1 spread, 0 collapsed."""
     return F.normalize(z.float(), dim=1).std(0).mean().item() * z.shape[1] ** 0.5
@@ -604,6 +612,21 @@ def grid(x: Tensor, data: Images, columns: int) -> Tensor:
     mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
     x = F.interpolate(x * std + mean, scale_factor=max(1, 64 // x.shape[3]))  # nearest
     return utils.make_grid(x, nrow=columns)
+
+
+def chart(curves: list[Tensor], texts: dict[str, tuple[int, int]], level: float = 0.0) -> Tensor:
+    """Curves, a value in [0, 1] for each column, in blue, light blue and orange, over a grey line at `level`;
+    texts at (left, top). -> picture (3, 256, columns + 16)"""
+    image = torch.ones(3, 240, len(curves[0]))
+    image[:, round(239 * (1 - level))] = 0.8
+    for curve, colour in zip(curves, ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2))):
+        y = (239 * (1 - curve.clamp(0, 1))).round().long().tolist()
+        for x, (a, b) in enumerate(zip(y[:-1], y[1:])):
+            image[:, min(a, b) : max(a, b) + 2, x : x + 2] = torch.tensor(colour)[:, None, None]
+    boxes = torch.tensor([[left, top, left + 1, top + 1] for left, top in texts.values()])
+    image = utils.draw_bounding_boxes((255 * image).byte(), boxes, list(texts), colors="white",
+                                      label_colors="black")
+    return F.pad(image, (8, 8, 8, 8), value=255) / 255
 
 
 def heatmap(matrix: Tensor) -> Tensor:
@@ -804,15 +827,17 @@ class Run:
                  f"{self.out} keeps its last good checkpoint")
         self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.3g}", probe=f"{probe:.1%}", refresh=False)
 
-    def end_epoch(self, epoch: int):
-        """k-NN, log line, pictures and checkpoint of an epoch, or of the part that --max-steps allows."""
+    def end_epoch(self, epoch: int, more: dict[str, float] | None = None):
+        """k-NN, log line (with `more` in it), pictures and checkpoint of an epoch, or of the part of it that
+        --max-steps allows."""
         while self.flying:
             self.land()
         args, final = self.args, self.step == self.total_steps
         whole, steps = self.step == (epoch + 1) * self.steps_per_epoch, self.sums["steps"].item()
         row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
                **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"},
-               "embedding_std": embedding_std(self.z), "images_per_s": steps * args.batch_size / self.seconds}
+               **(more or {}), "embedding_std": embedding_std(self.z),
+               "images_per_s": steps * args.batch_size / self.seconds}
         if whole:
             self.sums, self.seconds = {}, 0.0
             if self.test and self.test.labels is not None and (final or (epoch + 1) % args.eval_every == 0):

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import common
+from common import rankme
 
 PROTOCOLS = ("linear", "frozen-features", "knn", "rankme", "cka")
 
@@ -53,14 +54,6 @@ def parse_args(argv=None):
     if (args.protocol == "cka") != (args.other is not None):
         parser.error("--other goes with --protocol cka, and cka needs it")
     return args
-
-
-def rankme(x: Tensor) -> float:
-    """Effective rank of features (N, D), 1 to min(N, D): exp(-sum p log p), p = singular values over their
-    sum (Garrido et al., arXiv 2210.02885)."""
-    s = torch.linalg.svdvals(x.double())
-    p = s / s.sum()
-    return torch.special.entr(p).sum().exp().item()
 
 
 def linear_cka(x: Tensor, y: Tensor) -> float:

@@ -164,26 +164,16 @@ def gradient_picture(args) -> Tensor:
         loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"), **switches)
         return torch.autograd.grad(loss, cos)[0][:, 0]
 
-    wide, high, switches = 360, 240, {k: getattr(args, k) for k in SWITCHES}
-    x = (torch.arange(wide, dtype=torch.float64) + 0.5) / wide
+    x = (torch.arange(360, dtype=torch.float64) + 0.5) / 360
+    switches = {name: getattr(args, name) for name in SWITCHES}
     curves = [[factor(theta, q0, **switches) / factor(theta, q0) for theta, q0 in pairs] for pairs in (
         [(x * math.pi, torch.full_like(x, q)) for q in (0.1, 0.5, 0.9)],
         [(torch.full_like(x, math.radians(a)), x) for a in (20, 60, 100)])]
     top = max(2.0, min(10.0, math.ceil(max(c.max().item() for panel in curves for c in panel))))
-    panels = []
-    for panel, name, last in zip(curves, ("angle, to", "q~, to"), ("180 degrees", "1")):
-        image = torch.ones(3, high, wide)
-        image[:, round(high * (1 - 1 / top))] = 0.8  # factor 1
-        for curve, colour in zip(panel, ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2))):
-            y = ((1 - curve / top) * high).round().clamp(0, high - 1).long()
-            for i, (a, b) in enumerate(zip(y[:-1].tolist(), y[1:].tolist())):
-                image[:, min(a, b) : max(a, b) + 2, i : i + 2] = torch.tensor(colour)[:, None, None]
-        texts = {f"factor, 0 to {top:g}": (4, 2), f"{name} {last}": (wide - 150, high - 14)}
-        boxes = torch.tensor([[left, up, left + 1, up + 1] for left, up in texts.values()])
-        image = utils.draw_bounding_boxes((image * 255).byte(), boxes, list(texts), colors="white",
-                                          label_colors="black")
-        panels.append(F.pad(image, (8, 8, 8, 8), value=255))
-    return torch.cat(panels, 2).float() / 255
+    texts = [{f"factor, 0 to {top:g}": (4, 2), text: (220, 226)}
+             for text in ("angle, 0 to 180 degrees", "q~, 0 to 1")]
+    return torch.cat([common.chart([curve / top for curve in panel], text, 1 / top)
+                      for panel, text in zip(curves, texts)], dim=2)
 
 
 def plot(args):

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+import margin_infonce
+import sane
 import simaffinity
 import simtrace
 import simwhitening
+import vicreg_variants
 from simaffinity import simaffinity_loss
 from simwhitening import simwhitening_loss, whiten
 
@@ -159,3 +162,25 @@ def test_the_three_scripts_share_all_but_the_method():
         assert 1 <= len(loss) <= 2
         loops.add("\n".join(line for line in lines if line not in loss))
     assert len(loops) == 1
+
+
+OWN = (
+    "common.LARS(",
+    "common.Run(",
+    "for step, ",
+    " = net(",
+    "common.gather(",
+    "_loss(",
+    "terms = ",
+    "momentum_encoder",
+    "end_epoch(",
+)
+
+
+@pytest.mark.parametrize("script", [sane, margin_infonce, vicreg_variants])
+def test_the_other_scripts_have_the_same_loop(script):
+    """What is not the optimiser, the views, the forward pass or the loss stands there too, in this order."""
+    theirs = iter(inspect.getsource(script.main).splitlines())
+    for line in inspect.getsource(simtrace.main).splitlines():
+        if not any(words in line for words in OWN) and line.strip() and "online = " not in line:
+            assert line in theirs, line

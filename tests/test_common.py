@@ -1,4 +1,5 @@
 """common.py against hand-computed values, slow independent forms, torchvision, real processes and files."""
+
 import colorsys
 import errno
 import io
@@ -62,6 +63,7 @@ def assert_rate(hits, p):
 
 
 # ---- LARS, learning rate, EMA
+
 
 def parameter(values, gradient):
     p = nn.Parameter(torch.tensor(values))
@@ -137,7 +139,8 @@ def test_cosine_lr_by_hand():
 
 def test_cosine_lr_without_warm_up():
     assert [common.cosine_lr(step, 4, 2.0) for step in range(5)] == pytest.approx(
-        [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0], abs=1e-12)
+        [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0], abs=1e-12
+    )
     assert common.cosine_lr(3, 4, 2.0, warmup_steps=4) == 2.0
 
 
@@ -160,6 +163,7 @@ def test_ema_update(momentum):
 
 # ---- ResNet
 
+
 @pytest.mark.parametrize("small", (True, False))
 @pytest.mark.parametrize("arch", ("resnet18", "resnet50"))
 def test_resnet_is_torchvisions(arch, small):
@@ -178,9 +182,16 @@ def test_resnet_is_torchvisions(arch, small):
         assert_close(h, theirs.eval()(x), 1e-4)
 
 
-@pytest.mark.parametrize("arch, width, dim", (
-    ("resnet18", 64, 512), ("resnet18", 16, 128), ("resnet34", 8, 64), ("resnet50", 16, 512),
-    ("resnet50", 5, 160)))
+@pytest.mark.parametrize(
+    "arch, width, dim",
+    (
+        ("resnet18", 64, 512),
+        ("resnet18", 16, 128),
+        ("resnet34", 8, 64),
+        ("resnet50", 16, 512),
+        ("resnet50", 5, 160),
+    ),
+)
 def test_resnet_dimensions(arch, width, dim):
     net, shapes = common.resnet(arch, width), []
     net.layer4.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
@@ -199,6 +210,7 @@ def test_resnet_large_stem_and_initialisation():
 
 
 # ---- augmentation
+
 
 def only(size=32, **on):
     """An Augment with everything off, and no normalisation, but for what is named."""
@@ -228,9 +240,13 @@ def test_luma_is_torchvisions():
 
 def test_shift_hue_is_torchvisions():
     x = torch.rand(9, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    x[:, :, 0] = torch.tensor([[0, 1, 0.5, 1, 0, 0, 1, 0],  # black, white, grey and pure colours
-                               [0, 1, 0.5, 0, 1, 0, 1, 1],
-                               [0, 1, 0.5, 0, 0, 1, 0, 1]])
+    x[:, :, 0] = torch.tensor(
+        [
+            [0, 1, 0.5, 1, 0, 0, 1, 0],  # black, white, grey and pure colours
+            [0, 1, 0.5, 0, 1, 0, 1, 1],
+            [0, 1, 0.5, 0, 0, 1, 0, 1],
+        ]
+    )
     shift = torch.tensor([-0.5, -0.3, -0.1, -0.01, 0, 0.02, 0.1, 0.25, 0.5])
     result = common.shift_hue(x.transpose(0, 1).clone(), shift.view(9, 1, 1)).transpose(0, 1)
     for image, s, y in zip(x, shift.tolist(), result):
@@ -275,8 +291,15 @@ def boxes_from_ramps(out, step):
     return top.round(), left.round(), h, w, torch.from_numpy(slope < 0)
 
 
-@pytest.mark.parametrize("height, width, scale", (  # the last two often fall back to the centre
-    (64, 64, (0.2, 1.0)), (48, 84, (0.08, 0.6)), (30, 84, (0.3, 1.0)), (84, 40, (0.4, 1.0))))
+@pytest.mark.parametrize(
+    "height, width, scale",
+    (  # the last two often fall back to the centre
+        (64, 64, (0.2, 1.0)),
+        (48, 84, (0.08, 0.6)),
+        (30, 84, (0.3, 1.0)),
+        (84, 40, (0.4, 1.0)),
+    ),
+)
 def test_crop_box_and_flip_distribution(height, width, scale):
     torch.manual_seed(0)
     step, n = 3, 8000
@@ -303,6 +326,7 @@ HALVES = HALVES.repeat_interleave(4, 1)[:, None].repeat(1, 8, 1)
 def jitter_factors(out, hue):
     """Factors of ColorJitter from jittered HALVES (N, 3, 8, 8), nothing clamped: brightness and hue shift, or
     brightness, contrast and saturation."""
+
     def colours(x):
         return x[..., :, 0, 0].double().numpy(), x[..., :, 0, 7].double().numpy()
 
@@ -316,9 +340,16 @@ def jitter_factors(out, hue):
     return mean / mean0, gap / gap0 / (mean / mean0), chroma / (gap / gap0)
 
 
-@pytest.mark.parametrize("jitter, kept", (
-    ((0.4, 0.4, 0.4, 0), (0, 1, 2)), ((0.8, 0, 0.8, 0), (0, 2)), ((0.4, 0, 0, 0.1), (0, 1)),
-    ((1.2, 0, 0, 0), (0,)), ((0, 0, 0, 0.5), (1,))))
+@pytest.mark.parametrize(
+    "jitter, kept",
+    (
+        ((0.4, 0.4, 0.4, 0), (0, 1, 2)),
+        ((0.8, 0, 0.8, 0), (0, 2)),
+        ((0.4, 0, 0, 0.1), (0, 1)),
+        ((1.2, 0, 0, 0), (0,)),
+        ((0, 0, 0, 0.5), (1,)),
+    ),
+)
 def test_jitter_distribution(jitter, kept):
     torch.manual_seed(0)
     ours = only(8, jitter=jitter, jitter_p=1)(HALVES.expand(8000, -1, -1, -1))
@@ -331,8 +362,10 @@ def test_jitter_distribution(jitter, kept):
         assert_same_correlations(ours, theirs)
 
 
-@pytest.mark.parametrize("i, adjust", ((0, tvf.adjust_brightness), (1, tvf.adjust_contrast),
-                                       (2, tvf.adjust_saturation), (3, tvf.adjust_hue)))
+@pytest.mark.parametrize(
+    "i, adjust",
+    ((0, tvf.adjust_brightness), (1, tvf.adjust_contrast), (2, tvf.adjust_saturation), (3, tvf.adjust_hue)),
+)
 def test_jitter_is_torchvisions_for_the_same_factor(i, adjust):
     torch.manual_seed(i)
     jitter = [0.0] * 4
@@ -344,8 +377,9 @@ def test_jitter_is_torchvisions_for_the_same_factor(i, adjust):
         assert_close(y, adjust(HALVES / 255, factor))
 
 
-@pytest.mark.parametrize("jitter, colours", (
-    ((1, 1, 0, 0), ((0, 0, 0), (255, 255, 255))), ((1, 0, 1, 0), ((255, 0, 0),))))
+@pytest.mark.parametrize(
+    "jitter, colours", (((1, 1, 0, 0), ((0, 0, 0), (255, 255, 255))), ((1, 0, 1, 0), ((255, 0, 0),)))
+)
 def test_jitter_order_is_drawn(jitter, colours):
     """Some channel full and none empty: only brightness > 1 after contrast or saturation < 1 gives that."""
     torch.manual_seed(0)
@@ -393,17 +427,28 @@ def test_whole_augmentation_distribution():
     mean, std, n = (0.3, 0.5, 0.6), (0.2, 0.3, 0.4), 1200
     image = tvf.resize(noise(3, 6, 6, seed=3), [40, 48])
     augment = common.Augment(32, jitter=(0.4, 0.4, 0.8, 0.2), solarize_p=0.3, mean=mean, std=std)
-    reference = v2.Compose([
-        v2.RandomResizedCrop(32, (0.2, 1.0)), v2.RandomHorizontalFlip(),
-        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.8, 0.2)], 0.8), v2.RandomGrayscale(0.2),
-        v2.RandomApply([v2.GaussianBlur(3, (0.1, 2.0))], 0.5), v2.RandomSolarize(128 / 255, 0.3),
-        v2.Normalize(mean, std)])
+    reference = v2.Compose(
+        [
+            v2.RandomResizedCrop(32, (0.2, 1.0)),
+            v2.RandomHorizontalFlip(),
+            v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.8, 0.2)], 0.8),
+            v2.RandomGrayscale(0.2),
+            v2.RandomApply([v2.GaussianBlur(3, (0.1, 2.0))], 0.5),
+            v2.RandomSolarize(128 / 255, 0.3),
+            v2.Normalize(mean, std),
+        ]
+    )
     ours = torch.cat([augment(image[None]) for _ in range(n)])
     theirs = torch.stack([reference(image / 255) for _ in range(n)])
-    for measure in (lambda x: x[:, 0].mean((1, 2)), lambda x: x[:, 2].mean((1, 2)),
-                    lambda x: x[:, 1].std((1, 2)), lambda x: x.amax((1, 2, 3)),
-                    lambda x: x.diff(dim=3).abs().mean((1, 2, 3)),
-                    lambda x: (x[:, 0, :, :16] - x[:, 0, :, 16:]).mean((1, 2)), lambda x: x[:, 1, 16, 16]):
+    for measure in (
+        lambda x: x[:, 0].mean((1, 2)),
+        lambda x: x[:, 2].mean((1, 2)),
+        lambda x: x[:, 1].std((1, 2)),
+        lambda x: x.amax((1, 2, 3)),
+        lambda x: x.diff(dim=3).abs().mean((1, 2, 3)),
+        lambda x: (x[:, 0, :, :16] - x[:, 0, :, 16:]).mean((1, 2)),
+        lambda x: x[:, 1, 16, 16],
+    ):
         assert_same_distribution(*(measure(x).numpy().round(4) for x in (ours, theirs)))
 
 
@@ -447,6 +492,7 @@ def test_augment_with_all_off_only_normalises():
 
 
 # ---- two processes
+
 
 def loss_of(z):
     return F.cross_entropy(z @ z.roll(1, 0).T, torch.arange(len(z)))  # not linear; the order of rows matters
@@ -497,12 +543,18 @@ def test_gather_alone_is_the_identity():
 
 # ---- k-NN and embedding_std
 
+
 def slow_knn(train_x, train_y, test_x, test_y, k, tau):
     train_x, test_x = train_x.double().numpy(), test_x.double().numpy()
     correct = 0
     for x, y in zip(test_x, test_y.tolist()):
-        near = sorted(((float(t @ x / np.linalg.norm(t) / np.linalg.norm(x)), label)
-                       for t, label in zip(train_x, train_y.tolist())), reverse=True)[:k]
+        near = sorted(
+            (
+                (float(t @ x / np.linalg.norm(t) / np.linalg.norm(x)), label)
+                for t, label in zip(train_x, train_y.tolist())
+            ),
+            reverse=True,
+        )[:k]
         votes = {}
         for similarity, label in near:
             votes[label] = votes.get(label, 0) + math.exp(similarity / tau)
@@ -532,7 +584,7 @@ def test_knn_leaves_one_out_of_separated_clusters():
     x, y = blobs(50, 1, spread=0.05, dim=16)
     for i in range(50):
         keep = torch.arange(50) != i
-        assert common.knn_accuracy(x[keep], y[keep], x[i:i + 1], y[i:i + 1], k=5) == 1
+        assert common.knn_accuracy(x[keep], y[keep], x[i : i + 1], y[i : i + 1], k=5) == 1
 
 
 def test_embedding_std_tells_spread_from_collapse():
@@ -546,10 +598,18 @@ def test_embedding_std_tells_spread_from_collapse():
 
 # ---- checkpoints
 
+
 def example():
-    return {"step": 3, "lr": 0.5, "name": "x", "none": None, "list": [1, 2.5], "mean": (0.1, 0.2),
-            "bf16": torch.ones(2, dtype=torch.bfloat16),
-            "model": {"w": torch.arange(3000.0), "n": torch.tensor(2)}}
+    return {
+        "step": 3,
+        "lr": 0.5,
+        "name": "x",
+        "none": None,
+        "list": [1, 2.5],
+        "mean": (0.1, 0.2),
+        "bf16": torch.ones(2, dtype=torch.bfloat16),
+        "model": {"w": torch.arange(3000.0), "n": torch.tensor(2)},
+    }
 
 
 def assert_example(state):
@@ -586,8 +646,14 @@ def test_truncated_checkpoint_is_refused(tmp_path, keep):
 def test_foreign_files_are_refused(tmp_path):
     assert_refused(tmp_path / "missing.pt")
     assert_refused(tmp_path)
-    for i, data in enumerate((b"epoch 1: loss 2.5\nepoch 2\n", b'{"step": 1}', bytes(range(256)),
-                              pickle.dumps({"step": 1, "name": "x"}, protocol=2)[:-9])):
+    for i, data in enumerate(
+        (
+            b"epoch 1: loss 2.5\nepoch 2\n",
+            b'{"step": 1}',
+            bytes(range(256)),
+            pickle.dumps({"step": 1, "name": "x"}, protocol=2)[:-9],
+        )
+    ):
         (tmp_path / str(i)).write_bytes(data)
         assert_refused(tmp_path / str(i))
     torch.save(torch.ones(2), tmp_path / "tensor")
@@ -603,7 +669,7 @@ def test_damaged_checkpoint_loads_or_is_refused(tmp_path, zipped):
     for i in range(400):
         damaged = whole.copy()
         damaged[generator.integers(len(whole), size=4)] = generator.integers(256, size=4)
-        path.write_bytes(damaged[:generator.integers(len(whole)) if i % 2 else None].tobytes())
+        path.write_bytes(damaged[: generator.integers(len(whole)) if i % 2 else None].tobytes())
         try:
             assert isinstance(common.load_checkpoint(path), dict)
         except ValueError as error:
@@ -621,9 +687,14 @@ class Malicious:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("save", (
-    torch.save, lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
-    lambda state, path: path.write_bytes(pickle.dumps(state))))
+@pytest.mark.parametrize(
+    "save",
+    (
+        torch.save,
+        lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
+        lambda state, path: path.write_bytes(pickle.dumps(state)),
+    ),
+)
 def test_a_checkpoint_runs_no_code(tmp_path, save):
     marker, path = tmp_path / "marker", tmp_path / "c.pt"
     save({"w": torch.ones(2), "x": Malicious(str(marker))}, path)
@@ -669,6 +740,7 @@ def test_no_folder_for_the_checkpoint(tmp_path, parent):
 
 
 # ---- data sets
+
 
 def test_patterns():
     (train, y), (test, test_y) = common.patterns(), common.patterns(train=False)
@@ -765,7 +837,13 @@ def test_large_images_stay_files(tmp_path):
     data = common.load_images("folder", str(tmp_path))
     assert data.images == sorted(files) and data.image_size == 224 and data.labels is None
     assert common.load_images("folder", tmp_path, limit=2, image_size=96)._replace(mean=0, std=0) == (
-        sorted(files)[:2], None, [], 0, 0, 96)
+        sorted(files)[:2],
+        None,
+        [],
+        0,
+        0,
+        96,
+    )
 
 
 def test_bad_folders_end_in_one_line(tmp_path, capsys):
@@ -795,14 +873,20 @@ def test_unreadable_large_image_ends_the_run_in_one_line(tmp_path):
         for _ in common.batches(data, 0, 2, env, 0, [common.Augment(32)], workers=1):
             pass
         print("went on")"""
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(common.__file__).parent,
-                            capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(common.__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith("error:") and result.stderr.count("\n") == 1
     assert str(tmp_path / "2.jpg") in result.stderr
 
 
 # ---- batches and features
+
 
 def in_memory(n=24, images=None):
     images = noise(n, 3, 32, 32) if images is None else images
@@ -850,8 +934,13 @@ def test_images_go_with_their_labels():
 
 def test_every_draw_of_an_augmentation_is_new():
     data, augment = in_memory(images=noise(1, 3, 32, 32).expand(24, -1, -1, -1)), common.Augment(32)
-    views = [x for epoch in range(2) for rank in range(2)
-             for xs, _ in common.batches(data, epoch, 8, rank_of(rank), 0, [augment, augment]) for x in xs]
+    views = [
+        x
+        for epoch in range(2)
+        for rank in range(2)
+        for xs, _ in common.batches(data, epoch, 8, rank_of(rank), 0, [augment, augment])
+        for x in xs
+    ]
     views = torch.cat(views).flatten(1)  # 2 epochs x 24 images x 2 views of the same picture
     assert len(views.unique(dim=0)) == len(views) == 96
 
@@ -887,8 +976,13 @@ def test_large_images_repeat_with_and_without_workers(large):
 def test_large_images_are_cropped_anew(large):
     large = large._replace(images=large.images[:1] * 12)
     crops = [only(32, crop_scale=(0.2, 0.6))] * 2
-    views = [x for epoch in range(2) for rank in range(2)
-             for xs, _ in common.batches(large, epoch, 6, rank_of(rank), 0, crops) for x in xs]
+    views = [
+        x
+        for epoch in range(2)
+        for rank in range(2)
+        for xs, _ in common.batches(large, epoch, 6, rank_of(rank), 0, crops)
+        for x in xs
+    ]
     views = torch.cat(views).flatten(1)
     assert len(views.unique(dim=0)) == len(views) == 48
 
@@ -896,7 +990,7 @@ def test_large_images_are_cropped_anew(large):
 def test_large_images_with_all_off(large, tmp_path):
     file = save(tmp_path / "square.png", size=(80, 80), colour=(10, 20, 30))
     large = large._replace(images=[file] * 4, labels=torch.arange(4))
-    (views, y), = common.batches(large, 0, 4, ALONE, 0, [only(32)])
+    ((views, y),) = common.batches(large, 0, 4, ALONE, 0, [only(32)])
     assert_close(views[0], torch.tensor([10, 20, 30]).view(1, 3, 1, 1).expand(4, 3, 32, 32) / 255)
     assert sorted(y.tolist()) == [0, 1, 2, 3]
 

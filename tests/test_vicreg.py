@@ -1,0 +1,301 @@
+"""Every loss from VICReg to SimCLR against a loop in float64, closed forms, invariances; the duality."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vicreg_variants
+from vicreg_variants import (
+    barlow_loss,
+    contrastive_criterion,
+    noncontrastive_criterion,
+    simclr_loss,
+    spectral_loss,
+    tcr_loss,
+    vicreg_ctr_loss,
+    vicreg_exp_loss,
+    vicreg_loss,
+)
+
+SIZES = [(8, 3), (5, 9)]  # (N, D)
+
+
+def views(n, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return z + 0.3, 0.7 * z + 0.5 * torch.randn(n, d, generator=generator, dtype=torch.float64)
+
+
+def slow_v(K):
+    n, d = K.shape
+    total = 0.0
+    for j in range(d):
+        mean = sum(K[:, j]) / n
+        var = sum((x - mean) ** 2 for x in K[:, j]) / (n - 1)
+        total += max(0.0, 1 - math.sqrt(var + 1e-4))
+    return total / d
+
+
+def slow_C(K):
+    n, d = K.shape
+    mean = [sum(K[:, j]) / n for j in range(d)]
+    return [
+        [sum((K[i, a] - mean[a]) * (K[i, b] - mean[b]) for i in range(n)) / (n - 1) for b in range(d)]
+        for a in range(d)
+    ]
+
+
+def slow_c(K):
+    C = slow_C(K)
+    return sum(C[i][j] ** 2 for i in range(len(C)) for j in range(len(C)) if i != j) / len(C)
+
+
+def slow_c_exp(K, tau):
+    C = slow_C(K)
+    rows = [math.log(sum(math.exp(C[i][j] / tau) for j in range(len(C)) if j != i)) for i in range(len(C))]
+    return sum(rows) / len(C)
+
+
+def slow_vicreg(z1, z2, tau, kind):
+    z1, z2 = z1.numpy(), z2.numpy()
+    sim = sum((a - b) ** 2 for a, b in zip(z1.flat, z2.flat)) / z1.size
+    K1, K2 = ((z - z.mean(0)).T for z in (z1, z2)) if kind == "ctr" else (z1, z2)
+    cov = slow_c(K1) + slow_c(K2) if kind == "vicreg" else slow_c_exp(K1, tau) + slow_c_exp(K2, tau)
+    return sim, (slow_v(K1) + slow_v(K2)) / 2, cov
+
+
+@pytest.mark.parametrize("n, d", SIZES)
+@pytest.mark.parametrize("kind", ["vicreg", "exp", "ctr"])
+@pytest.mark.parametrize("weights", [(25.0, 25.0, 1.0), (1.0, 2.0, 3.0)])
+def test_vicreg_and_its_variants_equal_the_loop(n, d, kind, weights):
+    z1, z2 = views(n, d)
+    if kind == "vicreg":
+        loss, terms = vicreg_loss(z1, z2, *weights)
+    else:
+        loss, terms = (vicreg_exp_loss if kind == "exp" else vicreg_ctr_loss)(z1, z2, *weights, tau=0.3)
+    slow = slow_vicreg(z1, z2, 0.3, kind)
+    assert [terms[k].item() for k in ("sim", "var", "cov")] == pytest.approx(slow, rel=1e-10)
+    assert loss.item() == pytest.approx(sum(w * t for w, t in zip(weights, slow)), rel=1e-10)
+    assert slow[1] > 0.01 and not any(t.requires_grad for t in terms.values())
+
+
+def slow_simclr(z1, z2, tau, repulsion, decoupled, normalize):
+    z, n = torch.cat([z1, z2]).numpy(), len(z1)
+    if normalize != "embeddings":
+        z = z - z.mean(0)
+    if normalize == "standardize":
+        u = z / np.linalg.norm(z, axis=0) * math.sqrt(2 * n / z.shape[1])
+    else:
+        u = z / np.linalg.norm(z, axis=1, keepdims=True)
+    r = {"cos": lambda x: x, "sq": lambda x: x * x, "abs": abs}[repulsion]
+    total = 0.0
+    for i in range(2 * n):
+        positive = (i + n) % (2 * n)
+        others = [j for j in range(2 * n) if j != i and not (decoupled and j == positive)]
+        total -= u[i] @ u[positive] / tau
+        total += math.log(sum(math.exp(r(u[i] @ u[j]) / tau) for j in others))
+    return total / (2 * n)
+
+
+@pytest.mark.parametrize("n, d", SIZES)
+@pytest.mark.parametrize("repulsion", ["cos", "sq", "abs"])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("normalize", ["embeddings", "center", "standardize"])
+def test_simclr_and_its_variants_equal_the_loop(n, d, repulsion, decoupled, normalize):
+    z1, z2 = views(n, d)
+    options = (0.3, repulsion, decoupled, normalize)
+    assert simclr_loss(z1, z2, *options).item() == pytest.approx(slow_simclr(z1, z2, *options), rel=1e-10)
+
+
+@pytest.mark.parametrize("n, d", SIZES)
+def test_spectral_barlow_and_tcr_equal_the_loop(n, d):
+    z1, z2 = views(n, d)
+    a, b = (z.numpy() for z in (z1, z2))
+    u1, u2 = (math.sqrt(1.5) * z / np.linalg.norm(z, axis=1, keepdims=True) for z in (a, b))
+    slow = -2 * sum(u1[i] @ u2[i] for i in range(n)) / n
+    slow += sum((u1[i] @ u2[j]) ** 2 for i in range(n) for j in range(n) if i != j) / (n * (n - 1))
+    assert spectral_loss(z1, z2, radius=1.5).item() == pytest.approx(slow, rel=1e-10)
+
+    norm = torch.nn.BatchNorm1d(d, affine=False, dtype=torch.float64)
+    C = (norm(z1).T @ norm(z2) / n).numpy()
+    slow = sum((1 - C[i, i]) ** 2 for i in range(d))
+    slow += 0.02 * sum(C[i, j] ** 2 for i in range(d) for j in range(d) if i != j)
+    assert barlow_loss(z1, z2, lambd=0.02).item() == pytest.approx(slow, rel=1e-10)
+
+    u1, u2 = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (a, b))
+    rate = (
+        sum(np.log(np.linalg.eigvalsh(np.eye(d) + d / (n * 0.4) * u.T @ u)).sum() / 2 for u in (u1, u2)) / 2
+    )
+    slow = 2.0 * sum(1 - u1[i] @ u2[i] for i in range(n)) / n - rate
+    assert tcr_loss(z1, z2, eps=0.4, sim_weight=2.0).item() == pytest.approx(slow, rel=1e-10)
+
+
+def test_closed_forms():
+    eye, ones = torch.eye(8), torch.ones(8, 4)
+    assert simclr_loss(ones, ones).item() == pytest.approx(math.log(15), abs=1e-5)
+    assert simclr_loss(eye, eye, tau=0.5).item() == pytest.approx(1.06288, abs=1e-5)
+    assert spectral_loss(eye, eye).item() == pytest.approx(-2, abs=1e-6)
+    assert spectral_loss(ones, ones).item() == pytest.approx(-1, abs=1e-6)
+    assert spectral_loss(eye, eye, radius=4.0).item() == pytest.approx(-8, abs=1e-5)
+    assert vicreg_loss(torch.zeros(8, 4), torch.zeros(8, 4))[0].item() == pytest.approx(24.75, abs=1e-4)
+    assert -tcr_loss(eye, eye).item() == pytest.approx(4.39445, abs=1e-4)
+    assert -tcr_loss(ones.repeat(1, 2), ones.repeat(1, 2)).item() == pytest.approx(1.41661, abs=1e-4)
+    z = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert barlow_loss(z, z, lambd=0.0).item() == pytest.approx(0, abs=1e-6)  # a diagonal of ones at N = 4
+    assert barlow_loss(z, z).item() == pytest.approx(barlow_loss(z, 2 * z + 4).item(), abs=1e-4)
+    # embeddings equal: c_exp of covariance 0 is ln(D - 1), or ln(N - 1) of the transposed
+    assert vicreg_exp_loss(ones, ones)[1]["cov"].item() == pytest.approx(2 * math.log(3), abs=1e-5)
+    assert vicreg_ctr_loss(ones, ones)[1]["cov"].item() == pytest.approx(2 * math.log(7), abs=1e-5)
+
+
+def test_vicreg_of_the_released_code():
+    """As facebookresearch/vicreg computes it, by its description: std by var + eps, hinge halved, off-diagonal
+    sum over D."""
+    z1, z2 = views(32, 6)
+    std = [torch.sqrt(z.var(dim=0) + 0.0001) for z in (z1, z2)]
+    hinge = sum(torch.mean(F.relu(1 - s)) / 2 for s in std)
+    covariances = [torch.cov(z.T) for z in (z1, z2)]
+    off = sum((C - C.diag().diag()).pow(2).sum() / 6 for C in covariances)
+    expected = 25 * F.mse_loss(z1, z2) + 25 * hinge + off
+    torch.testing.assert_close(vicreg_loss(z1, z2)[0], expected, rtol=1e-12, atol=0)
+
+
+def test_simclr_is_cross_entropy():
+    z1, z2 = views(6, 4)
+    u = F.normalize(torch.cat([z1, z2]), dim=1)
+    logits = (u @ u.T / 0.15).masked_fill(torch.eye(12, dtype=torch.bool), -math.inf)
+    expected = F.cross_entropy(logits, torch.arange(12).roll(6))
+    torch.testing.assert_close(simclr_loss(z1, z2), expected, rtol=1e-12, atol=0)
+
+
+def value(name, z1, z2):
+    loss, _ = vicreg_variants.METHODS[name](z1, z2, vicreg_variants.parse_args(["--method", name]))
+    return loss
+
+
+KNOW_DIMENSIONS = ("vicreg", "vicreg-exp", "vicreg-ctr", "barlow")  # -ctr: by the mean over them
+
+
+@pytest.mark.parametrize("name", vicreg_variants.METHODS)
+def test_invariances(name):
+    """Permuting samples, or swapping the views, changes no loss; rotating the features changes those that look
+    at single dimensions; a common shift only those that do not centre."""
+    z1, z2 = views(9, 6)
+    plain = value(name, z1, z2)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    rotation = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
+    sign = torch.tensor([1.0, -1, 1, 1, 1, 1], dtype=torch.float64)
+
+    def same(other):
+        return torch.isclose(other, plain, rtol=1e-9, atol=1e-9).item()
+
+    assert same(value(name, z1[order], z2[order]))
+    assert not same(value(name, z1, z2[order]))
+    assert same(value(name, z1 @ rotation, z2 @ rotation)) == (name not in KNOW_DIMENSIONS)
+    assert same(value(name, z1 * sign, z2 * sign)) == (name not in ("vicreg-exp", "vicreg-ctr"))
+    assert same(value(name, z1 + 3, z2 + 3)) == name.startswith(("vicreg", "barlow"))
+    assert same(value(name, z2, z1))
+
+
+@pytest.mark.parametrize("name", vicreg_variants.METHODS)
+def test_gradients(name):
+    z1, z2 = (z.requires_grad_() for z in views(6, 4, seed=3))
+    assert torch.autograd.gradcheck(lambda a, b: value(name, a, b), (z1, z2))
+
+
+@pytest.mark.parametrize("name", vicreg_variants.METHODS)
+@pytest.mark.parametrize(
+    "z", [torch.ones(8, 4), torch.zeros(8, 4), torch.eye(8), torch.randn(4, 16), 100 * torch.randn(16, 4)]
+)
+def test_degenerate_input_is_finite(name, z):
+    z1, z2 = z.clone().requires_grad_(), z.clone().requires_grad_()
+    loss = value(name, z1, z2)
+    loss.backward()
+    assert loss.isfinite() and z1.grad.isfinite().all() and z2.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.1, 0.01, 0.005])
+def test_low_temperature(tau):
+    z1, z2 = (z.float().requires_grad_() for z in views(16, 8))
+    for loss in (
+        simclr_loss(z1, z2, tau),
+        vicreg_exp_loss(z1, z2, tau=tau)[0],
+        vicreg_ctr_loss(z1, z2, tau=tau)[0],
+    ):
+        loss.backward()
+        assert loss.isfinite() and z1.grad.isfinite().all()
+    if tau <= 0.1:
+        assert simclr_loss(torch.eye(8), torch.eye(8), tau).item() == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", vicreg_variants.METHODS)
+def test_half_precision_is_computed_in_float32(name):
+    z1, z2 = (z.bfloat16() for z in views(32, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = value(name, z1, z2)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, value(name, z1.float(), z2.float()), rtol=1e-3, atol=0)
+
+
+def test_one_sample_is_refused():
+    z = torch.randn(1, 4)
+    for loss in (vicreg_loss, vicreg_exp_loss):
+        with pytest.raises(ValueError, match="2 samples"):
+            loss(z, z)
+    for name, z in (("vicreg-ctr", torch.randn(1, 4)), ("vicreg-exp", torch.randn(4, 1)), ("dcl", z)):
+        with pytest.raises(ValueError):
+            value(name, z, z)
+    with pytest.raises(ValueError):
+        simclr_loss(torch.ones(4, 2), torch.ones(4, 2), repulsion="cube")
+    assert tcr_loss(torch.randn(1, 4), torch.randn(1, 4)).isfinite()
+
+
+@pytest.mark.parametrize("n, d", [(12, 5), (5, 12), (7, 7)])
+def test_duality(n, d):
+    """Theorem 3.3, and both sides of Corollary 3.4.1 for unit samples."""
+    z = views(n, d)[0]
+    slow = sum((z[i] @ z[j]).item() ** 2 for i in range(n) for j in range(n) if i != j)
+    assert contrastive_criterion(z).item() == pytest.approx(slow, rel=1e-10)
+    slow = sum((z[:, i] @ z[:, j]).item() ** 2 for i in range(d) for j in range(d) if i != j)
+    assert noncontrastive_criterion(z).item() == pytest.approx(slow, rel=1e-10)
+    left = noncontrastive_criterion(z) + z.norm(dim=0).pow(4).sum()
+    torch.testing.assert_close(
+        left, contrastive_criterion(z) + z.norm(dim=1).pow(4).sum(), rtol=1e-12, atol=0
+    )
+    u = F.normalize(z, dim=1)
+    gap = (noncontrastive_criterion(u) - contrastive_criterion(u)).item()
+    assert n - n**2 - 1e-9 <= gap <= n - n**2 / d + 1e-9
+    one = torch.zeros(n, d, dtype=torch.float64)
+    one[:, 0] = 1  # all of the weight in one dimension: the lower side is reached
+    assert (noncontrastive_criterion(one) - contrastive_criterion(one)).item() == pytest.approx(n - n**2)
+
+
+@pytest.mark.parametrize("n, d", [(8, 4), (4, 8), (6, 3)])
+def test_duality_of_doubly_normalised_embeddings(n, d):
+    """Unit rows and columns of norm sqrt(N / D): the upper side is reached."""
+    z = views(n, d)[0].abs()
+    for _ in range(2000):
+        z = F.normalize(F.normalize(z, dim=0) * math.sqrt(n / d), dim=1)
+    torch.testing.assert_close(z.norm(dim=0), torch.full((d,), math.sqrt(n / d), dtype=torch.float64))
+    gap = (noncontrastive_criterion(z) - contrastive_criterion(z)).item()
+    assert gap == pytest.approx(n - n**2 / d, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--method", "simsiam"], ["--tau", "0"], ["--normalize", "rows"], ["--tau", "nan"]]
+)
+def test_errors(capsys, flags):
+    with pytest.raises(SystemExit) as error:
+        vicreg_variants.parse_args(flags)
+    assert error.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_measures():
+    z, h = torch.randn(64, 8), torch.randn(64, 16)
+    found = vicreg_variants.measures(z, h)
+    assert found["rankme_embeddings"] <= 8 < found["rankme"] <= 16
+    u = F.normalize(z, dim=1)
+    assert found["Lnc"] + u.norm(dim=0).pow(4).sum().item() == pytest.approx(found["Lc"] + 64, rel=1e-4)

@@ -1,0 +1,311 @@
+"""From VICReg to SimCLR, one loss at a time: Garrido et al., "On the duality between contrastive and
+non-contrastive self-supervised learning", arXiv 2206.02574.
+
+    v(K)     = mean_j relu(1 - sqrt(var_j(K) + 1e-4))          K: (n, d), var over its rows, unbiased
+    C(K)     = (K - mean)^T (K - mean) / (n - 1)               (d, d), centred over rows
+    c(K)     = sum_{i != j} C_ij^2 / d
+    c_exp(K) = mean_i log sum_{j != i} exp(C_ij / tau)                                                Eq. 11
+
+    vicreg      sim_weight mse(z1, z2) + var_weight (v(z1) + v(z2)) / 2 + cov_weight (c(z1) + c(z2))
+    vicreg-exp  c_exp for c                                                                           Eq. 12
+    vicreg-ctr  v and c_exp of the transposed embeddings (z - mean)^T, samples for dimensions         Eq. 13
+    simclr      -u_i.u_i' / tau + log sum_{j != i} exp(u_i.u_j / tau), u = norm of all 2N rows
+    -sq, -abs   the square or the absolute value of u_i.u_j in the sum; dcl: the positive left out of it
+    spectral, barlow, tcr: beside their functions
+
+The variance term is halved, as in VICReg's released code; the paper's formula adds the two views'. Ours, not
+the paper's: tau and the weights of vicreg-exp and vicreg-ctr, all recipes but imagenet's.
+
+    torchrun vicreg_variants.py --method vicreg-ctr                  a CPU: minutes, nothing to download
+    torchrun vicreg_variants.py --dataset cifar10                    a GPU: VICReg
+    torchrun --nproc_per_node=8 vicreg_variants.py --dataset imagenet --data-dir DIR
+
+Measured: nothing yet.
+"""
+import argparse
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import common
+
+CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-2048", epochs=1000, batch_size=256, base_lr=0.3,
+             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=10.0)  # ours
+IMAGENET = dict(CIFAR, arch="resnet50", projector="8192-8192-8192", epochs=100, batch_size=1024)
+RECIPES = {
+    "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=7, base_lr=3.0, bias_lr=0.01,
+                     warmup_epochs=1.0),
+    "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
+    "imagenet100": IMAGENET, "imagenet": IMAGENET, "folder": dict(CIFAR, epochs=200)}
+TAU = {"vicreg-exp": 0.1, "vicreg-ctr": 0.15}  # ours; the others' 0.15 is the paper's for SimCLR
+COV_WEIGHT = {"vicreg-exp": 25.0, "vicreg-ctr": 8.0}  # ours; 1 elsewhere
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="vicreg_variants.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--method", choices=tuple(METHODS), default="vicreg")
+    add("--sim-weight", type=float, default=25.0, help="of vicreg's and its variants' mse, and of tcr's (1)")
+    add("--var-weight", type=float, default=25.0, help="of the variance term")
+    add("--cov-weight", type=float, help="of the covariance term (1; ours: vicreg-exp 25, vicreg-ctr 8)")
+    add("--tau", type=float, help="temperature (0.15; ours: vicreg-exp 0.1)")
+    add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
+        help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
+    common.add_run_args(parser)
+    args = common.parse_run_args(parser, RECIPES, argv)
+    args.tau = TAU.get(args.method, 0.15) if args.tau is None else args.tau
+    args.cov_weight = COV_WEIGHT.get(args.method, 1.0) if args.cov_weight is None else args.cov_weight
+    if not 0 < args.tau < math.inf:
+        parser.error(f"--tau {args.tau} must be positive")
+    return args
+
+
+def full_precision(*tensors: Tensor) -> list[Tensor]:
+    """float32, or float64 if it was that."""
+    return [z if z.dtype == torch.float64 else z.float() for z in tensors]
+
+
+def variance_term(K: Tensor) -> Tensor:
+    """v(K): how far the standard deviations over the rows of K (n, d) are below 1. ValueError for one row."""
+    if len(K) < 2:
+        raise ValueError("a variance takes at least 2 samples (vicreg-ctr: 2 dimensions)")
+    return F.relu(1 - (K.var(0) + 1e-4).sqrt()).mean()
+
+
+def covariance_term(K: Tensor) -> Tensor:
+    """c(K), of K (n, d)."""
+    K = K - K.mean(0)
+    C = K.T @ K / (len(K) - 1)  # (d, d)
+    return (C.square().sum() - C.diagonal().square().sum()) / len(C)
+
+
+def logsumexp_term(K: Tensor, tau: float) -> Tensor:
+    """c_exp(K), of K (n, d), Eq. 11. ValueError for one column."""
+    if K.shape[1] < 2:
+        raise ValueError("a covariance takes at least 2 dimensions (vicreg-ctr: 2 samples)")
+    K = (K - K.mean(0)) / math.sqrt((len(K) - 1) * tau)
+    C = K.T @ K  # C(K) / tau (d, d), the only matrix of this size that is kept
+    return C.fill_diagonal_(-math.inf).logsumexp(1).mean()
+
+
+def weigh(sim: Tensor, var: Tensor, cov: Tensor, weights) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = weights[0] * sim + weights[1] * var + weights[2] * cov
+    return loss, {"sim": sim.detach(), "var": var.detach(), "cov": cov.detach()}
+
+
+def vicreg_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: float = 25.0,
+                cov_weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """VICReg's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its terms
+    sim, var, cov, unweighted. ValueError for N = 1."""
+    with torch.autocast(z1.device.type, enabled=False):
+        z1, z2 = full_precision(z1, z2)
+        var, cov = (variance_term(z1) + variance_term(z2)) / 2, covariance_term(z1) + covariance_term(z2)
+        return weigh(F.mse_loss(z1, z2), var, cov, (sim_weight, var_weight, cov_weight))
+
+
+def vicreg_exp_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: float = 25.0,
+                    cov_weight: float = 1.0, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
+    """VICReg-exp, Eq. 12: VICReg with the LogSumExp of each dimension's covariances. ValueError for D = 1."""
+    with torch.autocast(z1.device.type, enabled=False):
+        z1, z2 = full_precision(z1, z2)
+        var = (variance_term(z1) + variance_term(z2)) / 2
+        cov = logsumexp_term(z1, tau) + logsumexp_term(z2, tau)
+        return weigh(F.mse_loss(z1, z2), var, cov, (sim_weight, var_weight, cov_weight))
+
+
+def vicreg_ctr_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: float = 25.0,
+                    cov_weight: float = 1.0, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
+    """VICReg-ctr, Eq. 13: VICReg-exp of the transposed embeddings, so that samples repel each other."""
+    with torch.autocast(z1.device.type, enabled=False):
+        z1, z2 = full_precision(z1, z2)
+        K1, K2 = (z1 - z1.mean(0)).T, (z2 - z2.mean(0)).T  # (D, N), Table 1
+        var = (variance_term(K1) + variance_term(K2)) / 2
+        cov = logsumexp_term(K1, tau) + logsumexp_term(K2, tau)
+        return weigh(F.mse_loss(z1, z2), var, cov, (sim_weight, var_weight, cov_weight))
+
+
+def simclr_loss(z1: Tensor, z2: Tensor, tau: float = 0.15, repulsion: str = "cos", decoupled: bool = False,
+                normalize: str = "embeddings") -> Tensor:
+    """SimCLR's loss of two views' embeddings, (N, D) each, or a variant: a 0-d tensor, float32 or float64.
+
+    repulsion: "cos", or "sq" or "abs" of it, in the sum. decoupled: without the positive there (DCL).
+    normalize: "embeddings", unit rows; "center", the same after subtracting the mean of all rows;
+    "standardize", centred dimensions of norm sqrt(2N / D) instead of unit rows (Eq. 14).
+    ValueError for other names, and for N = 1 where no row would be left in the sum."""
+    if repulsion not in ("cos", "sq", "abs") or normalize not in ("embeddings", "center", "standardize"):
+        raise ValueError(f"no repulsion {repulsion} or no normalize {normalize}")
+    if decoupled and len(z1) < 2:
+        raise ValueError("decoupled takes at least 2 samples")
+    with torch.autocast(z1.device.type, enabled=False):
+        z, n = torch.cat(full_precision(z1, z2)), len(z1)  # (2N, D)
+        z = z if normalize == "embeddings" else z - z.mean(0)
+        if normalize == "standardize":
+            u = F.normalize(z, dim=0, eps=1e-6) * math.sqrt(2 * n / z.shape[1])
+        else:
+            u = F.normalize(z, dim=1)
+        attraction = (u[:n] * u[n:]).sum(1).mean() / tau
+        S = u @ u.T if repulsion != "cos" else (u / tau) @ u.T  # (2N, 2N)
+        S = S.square() / tau if repulsion == "sq" else S.abs() / tau if repulsion == "abs" else S
+        S.fill_diagonal_(-math.inf)
+        if decoupled:
+            S.diagonal(n).fill_(-math.inf)
+            S.diagonal(-n).fill_(-math.inf)
+        return S.logsumexp(1).mean() - attraction
+
+
+def spectral_loss(z1: Tensor, z2: Tensor, radius: float = 1.0) -> Tensor:
+    """Spectral contrastive loss (HaoChen et al., arXiv 2106.04156) of embeddings (N, D), N > 1:
+    -2 mean_i u1_i.u2_i + mean_{i != j} (u1_i.u2_j)^2, u rows scaled to norm sqrt(radius)."""
+    with torch.autocast(z1.device.type, enabled=False):
+        u1, u2 = (math.sqrt(radius) * F.normalize(z, dim=1) for z in full_precision(z1, z2))
+        S, n = u1 @ u2.T, len(u1)  # (N, N)
+        off = S.square().sum() - S.diagonal().square().sum()
+        return -2 * S.diagonal().mean() + off / (n * (n - 1))
+
+
+def barlow_loss(z1: Tensor, z2: Tensor, lambd: float = 0.0051) -> Tensor:
+    """Barlow Twins (Zbontar et al., arXiv 2103.03230) of embeddings (N, D): sum_i (1 - C_ii)^2 + lambd
+    sum_{i != j} C_ij^2, C the cross-correlation of the dimensions, each normalised as by BatchNorm."""
+    with torch.autocast(z1.device.type, enabled=False):
+        z1, z2 = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() for z in full_precision(z1, z2))
+        C = z1.T @ z2 / len(z1)  # (D, D)
+        diagonal = C.diagonal()
+        off = C.square().sum() - diagonal.square().sum()
+        return (1 - diagonal).square().sum() + lambd * off
+
+
+def tcr_loss(z1: Tensor, z2: Tensor, eps: float = 0.5, sim_weight: float = 1.0) -> Tensor:
+    """Total coding rate (as in EMP-SSL, arXiv 2304.03977) of embeddings (N, D): sim_weight mean_i
+    (1 - u1_i.u2_i) - mean over views of logdet(I + D / (N eps) u^T u) / 2, u unit rows; eps not squared."""
+    with torch.autocast(z1.device.type, enabled=False):
+        u1, u2 = (F.normalize(z, dim=1) for z in full_precision(z1, z2))
+        (n, d), rates = u1.shape, []
+        for u in (u1, u2):
+            gram = u.T @ u if d < n else u @ u.T  # the smaller one: the determinant is the same
+            I = torch.eye(len(gram), dtype=u.dtype, device=u.device)
+            L, _ = torch.linalg.cholesky_ex(I + d / (n * eps) * gram)
+            rates.append(L.diagonal().log().sum())  # half the log-determinant
+        return sim_weight * (1 - (u1 * u2).sum(1)).mean() - (rates[0] + rates[1]) / 2
+
+
+def contrastive_criterion(z: Tensor) -> Tensor:
+    """Lc = sum_{i != j} (z_i.z_j)^2 over the rows of z (N, D)."""
+    with torch.autocast(z.device.type, enabled=False):
+        (z,) = full_precision(z)
+        G = z @ z.T  # (N, N)
+        return G.square().sum() - G.diagonal().square().sum()
+
+
+def noncontrastive_criterion(z: Tensor) -> Tensor:
+    """Lnc, the same over the columns of z. Theorem 3.3: Lnc + sum_j |column j|^4 = Lc + sum_i |row i|^4."""
+    return contrastive_criterion(z.T)
+
+
+def simclr_variant(repulsion: str, decoupled: bool):
+    return lambda z1, z2, args: (simclr_loss(z1, z2, args.tau, repulsion, decoupled, args.normalize), {})
+
+
+def weights(args):
+    return args.sim_weight, args.var_weight, args.cov_weight
+
+
+METHODS = {  # embeddings -> loss, terms
+    "vicreg": lambda z1, z2, args: vicreg_loss(z1, z2, *weights(args)),
+    "vicreg-exp": lambda z1, z2, args: vicreg_exp_loss(z1, z2, *weights(args), args.tau),
+    "vicreg-ctr": lambda z1, z2, args: vicreg_ctr_loss(z1, z2, *weights(args), args.tau),
+    "simclr": simclr_variant("cos", False), "simclr-sq": simclr_variant("sq", False),
+    "simclr-abs": simclr_variant("abs", False), "dcl": simclr_variant("cos", True),
+    "dcl-sq": simclr_variant("sq", True), "dcl-abs": simclr_variant("abs", True),
+    "spectral": lambda z1, z2, args: (spectral_loss(z1, z2), {}),
+    "barlow": lambda z1, z2, args: (barlow_loss(z1, z2), {}),
+    "tcr": lambda z1, z2, args: (tcr_loss(z1, z2), {})}
+
+
+def mlp(widths: list[int]) -> nn.Sequential:
+    """Linear layers, BatchNorm and ReLU after each but the last, which has no bias."""
+    layers = []
+    for a, b in zip(widths[:-1], widths[1:]):
+        layers += [nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers[:-2])
+
+
+class Model(nn.Module):
+    def __init__(self, args, small_images: bool):
+        super().__init__()
+        self.backbone = common.resnet(args.arch, args.width, small_images)
+        self.projector = mlp([self.backbone.feature_dim, *(int(w) for w in args.projector.split("-"))])
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.backbone(torch.cat([x1, x2]))  # (2N, feature_dim)
+        return h, *self.projector(h).chunk(2)  # (N, D) each
+
+
+def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+    """The cosines of the two views' embeddings, and the correlations of their dimensions."""
+    c1, c2 = (F.normalize(z - z.mean(0), dim=0) for z in (z1, z2))
+    return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T, c1.T @ c2]
+
+
+def spectrum_picture(z: Tensor) -> Tensor:
+    """Of embeddings (N, D): singular values of their covariance over the largest, on a logarithmic scale, and
+    histograms of the samples' cosines (blue) and the dimensions' correlations (light blue)."""
+    z = z.float().cpu()
+    c = F.normalize(z - z.mean(0), dim=0)
+    s = torch.linalg.svdvals(z - z.mean(0)).square().clamp(min=1e-30)  # of the covariance, times N - 1
+    decades = 1 + (s / s[0]).log10() / 8
+    decades = decades[torch.arange(360) * len(s) // 360]
+    histograms = []
+    for G in (F.normalize(z, dim=1) @ F.normalize(z, dim=1).T, c.T @ c):
+        off = G[~torch.eye(len(G), dtype=torch.bool)]
+        counts = torch.histc(off, 120, -1, 1)
+        histograms.append((counts / counts.max().clamp(min=1)).repeat_interleave(3))
+    left = {"singular value, 1 to 1e-8": (4, 2), f"of {len(s)}": (300, 226)}
+    right = {"pairs": (4, 2), "cosine, correlation: -1 to 1": (200, 226)}
+    return torch.cat([common.chart([decades], left), common.chart(histograms, right)], dim=2)
+
+
+def measures(z: Tensor, h: Tensor) -> dict[str, float]:
+    """Of the epoch's last batch: both criteria of the normalised embeddings, and the ranks."""
+    u = F.normalize(z, dim=1)
+    return {"Lc": contrastive_criterion(u).item(), "Lnc": noncontrastive_criterion(u).item(),
+            "rankme_embeddings": common.rankme(z), "rankme": common.rankme(h.float())}
+
+
+def main(args):
+    env = common.init_distributed(args.device)
+    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
+                               unlabelled=True)
+    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size)
+    torch.manual_seed(args.seed)
+    model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
+    optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
+    run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
+    net = common.distribute(model, env, args.compile)
+
+    for epoch in run.epochs():
+        for step, (x1, x2), y in run.batches(epoch):
+            lr = args.base_lr * args.batch_size / 256
+            lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
+            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+
+            with common.autocast(env.device, args.precision):
+                h, z1, z2 = net(x1, x2)
+            z1, z2 = common.gather(z1.float()), common.gather(z2.float())  # (N, D), of all ranks
+            loss, terms = METHODS[args.method](z1, z2, args)
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(lr, loss, terms, z1, h, y)
+        run.end_epoch(epoch, measures(z1.detach(), h.detach()))
+        common.on_rank0(lambda: run.draw("spectrum.png", spectrum_picture(z1.detach())), env)
+
+
+if __name__ == "__main__":
+    main(parse_args())
