@@ -15,13 +15,14 @@ A margin does four things to the gradient. Each has a switch of its own, which l
 
 MoCo: [positive | queue of earlier keys], keys from an EMA copy of the network. SimCLR: each of 2N embeddings
 against the 2N - 1 others. BYOL: a predictor, an EMA copy, beta 0, both directions; as it has no negatives,
-ratio_m1 does nothing there. With m1 > 0 the positive's logit falls with its angle up to theta + m1 = pi only.
+m2 and ratio_m1 leave its gradient alone, and attenuation is a constant. With m1 > 0 the positive's logit
+falls with its angle up to theta + m1 = pi only.
 
-Ours, not the paper's: the curve of Eq. 10 (the simplest with every property that the text states); tau of
-BYOL, and its EMA at a constant rate; the heads; batch 256 for SimCLR on imagenet (4096 is better, if memory
-allows); recipes of patterns and folder. MoCo shuffles images over GPUs so that BatchNorm cannot betray a
-positive. Here BatchNorm sees the whole batch (one process, or CUDA: synchronised), in which one image weighs
-little, and nothing is shuffled.
+Ours, not the paper's: the curve of Eq. 10 (the simplest with every property that the text states); tau; EMA
+at a constant rate; the heads; all recipes but cifar's, stl10's, tinyimagenet's and imagenet's (where SimCLR
+wants batch 4096, if memory allows). MoCo shuffles images over GPUs, because a positive shares its query's
+BatchNorm statistics and the queue does not; nothing is shuffled here: BatchNorm sees the whole batch in one
+process, and on CUDA over all; on CPUs, each rank's.
 
     torchrun margin_infonce.py --framework simclr                    a CPU: minutes, nothing to download
     torchrun margin_infonce.py --dataset cifar10 --m1 0.2            a GPU: the paper's recipe, MoCo, a margin
@@ -42,7 +43,7 @@ from torchvision import utils
 import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="512-128", epochs=200, batch_size=256, base_lr=0.06,
-             bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99)  # as ReSSL
+             bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99)
 STL = dict(CIFAR, queue=16384, momentum_encoder=0.996)
 IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-128", epochs=100, base_lr=0.03, weight_decay=1e-4,
                 queue=65536, momentum_encoder=0.999)
@@ -52,6 +53,7 @@ RECIPES = {
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": STL, "tinyimagenet": STL, "imagenet100": IMAGENET,
     "imagenet": IMAGENET, "folder": CIFAR}
 TAU = {"moco": 0.2, "simclr": 0.5, "byol": 1.0}  # ours
+SWITCHES = ("m1", "m2", "scale", "curvature", "ratio_m1", "attenuation", "attenuation_type")
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -63,7 +65,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--m1", type=float, default=0.0, help="angular margin, in radians (Eq. 4)")
     add("--m2", type=float, default=0.0, help="subtractive margin (Eq. 4)")
     add("--scale", type=float, default=1.0, help="s, of the positive's gradient (Eq. 9)")
-    add("--curvature", type=float, default=math.inf, help="c: 1 - (theta / pi)^c on it too (Eq. 10, 11)")
+    add("--curvature", type=float, help="c: 1 - (theta / pi)^c on it too (Eq. 10, 11)")
     add("--ratio-m1", type=float, default=0.0, help="angular margin whose gradient ratio each row gets")
     add("--attenuation", type=float, default=0.0, help="a: 1 / (1 - a q~) on the gradient, in [0, 1)")
     add("--attenuation-type", type=int, choices=(1, 2), default=1, help="1: of a row, 2: of its positive")
@@ -75,9 +77,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     args.tau = TAU[args.framework] if args.tau is None else args.tau
     if not 0 <= args.momentum_encoder <= 1:
         parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
+    args.curvature = None if args.curvature == math.inf else args.curvature
     for name in ("tau", "scale", "curvature"):
-        if not vars(args)[name] > 0:
-            parser.error(f"--{name} {vars(args)[name]} must be positive")
+        if vars(args)[name] is not None and not 0 < vars(args)[name] < math.inf:
+            parser.error(f"--{name} {vars(args)[name]} is not a positive number")
+    for name in ("m1", "m2", "ratio_m1"):
+        if not math.isfinite(vars(args)[name]):
+            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} is not a number to add")
     if args.ratio_m1 and (args.m1 or args.m2):
         parser.error("--ratio-m1 is for a loss without margins: leave out --m1 and --m2")
     if not 0 <= args.attenuation < 1:
@@ -88,9 +94,8 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def scale_gradient(x: Tensor, w: Tensor) -> Tensor:
-    """x, with its gradient times w."""
-    w = w.detach()
-    return w * x + (x - w * x).detach()
+    """x, with its gradient times w: w x + stopgrad(x - w x), so written that no digit of x is lost."""
+    return x.detach() + w.detach() * (x - x.detach())
 
 
 def add_angle(cos: Tensor, m1: float) -> Tensor:
@@ -126,7 +131,7 @@ def margin_infonce_loss(cos: Tensor, pos: Tensor, *, tau: float, beta: float = 1
                 of_pos = of_pos * (1 - (cos_pos.clamp(-1, 1).acos() / math.pi) ** curvature)  # Eq. 10, 11
             if ratio_m1 or attenuation:
                 q0 = softmax_pos(cos_pos / tau)  # q~
-            if ratio_m1:
+            if ratio_m1:  # 1 - beta q~ can round to 0, hence the clamp (ours)
                 q = softmax_pos(add_angle(cos_pos, ratio_m1) / tau)
                 of_row = of_row * (1 - beta * q) / (1 - beta * q0).clamp(min=1e-6)
             if attenuation and attenuation_type == 1:
@@ -154,19 +159,25 @@ def similarities(framework: str, z1: Tensor, z2: Tensor, queue: Tensor | None) -
     return (torch.cat([cos, z1 @ queue.T], dim=1) if framework == "moco" else cos), first
 
 
+def switches(args) -> dict:
+    """margin_infonce_loss's arguments from the command line; a curvature not given is infinite, so off."""
+    given = {name: getattr(args, name) for name in SWITCHES}
+    return {**given, "curvature": math.inf if args.curvature is None else args.curvature}
+
+
 def gradient_picture(args) -> Tensor:
     """The factor that these settings put on the positive's gradient: over its angle, for q~ 0.1, 0.5, 0.9
     (left; blue, light blue, orange), and over q~, for 20, 60, 100 degrees (right). -> (3, H, W)"""
     def factor(theta, q0, **switches):  # by autograd, with one negative that makes the probability q~
         cos = theta.cos()
-        cos = torch.stack([cos, cos + args.tau * (1 / q0 - 1).log()], 1).requires_grad_()
+        cos = torch.stack([cos, cos + args.tau * (1 / q0 - 1).log()], 1)
+        cos = (cos[:, :1] if args.framework == "byol" else cos).requires_grad_()  # no negatives: q~ is 1
         pos = torch.zeros(len(cos), dtype=torch.long)
         loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"), **switches)
         return torch.autograd.grad(loss, cos)[0][:, 0]
 
     x = (torch.arange(360, dtype=torch.float64) + 0.5) / 360
-    switches = {name: getattr(args, name) for name in SWITCHES}
-    curves = [[factor(theta, q0, **switches) / factor(theta, q0) for theta, q0 in pairs] for pairs in (
+    curves = [[factor(theta, q0, **switches(args)) / factor(theta, q0) for theta, q0 in pairs] for pairs in (
         [(x * math.pi, torch.full_like(x, q)) for q in (0.1, 0.5, 0.9)],
         [(torch.full_like(x, math.radians(a)), x) for a in (20, 60, 100)])]
     top = max(2.0, min(10.0, math.ceil(max(c.max().item() for panel in curves for c in panel))))
@@ -181,9 +192,6 @@ def plot(args):
     path.parent.mkdir(parents=True, exist_ok=True)
     common.write_file(path, lambda file: utils.save_image(gradient_picture(args), file, format="png"))
     print(f"{path} is drawn")
-
-
-SWITCHES = ("m1", "m2", "scale", "curvature", "ratio_m1", "attenuation", "attenuation_type")
 
 
 def mlp(widths: list[int]) -> nn.Sequential:
@@ -203,11 +211,11 @@ class Model(nn.Module):
         self.projector = mlp([self.backbone.feature_dim, *widths])
         byol = args.framework == "byol"
         self.predictor = mlp([widths[-1], widths[0], widths[-1]]) if byol else nn.Identity()
-        self.target = self.queue = None
+        self.target = None
+        self.register_buffer("queue", None)
         if args.framework != "simclr":  # EMA copy: MoCo's key encoder, BYOL's target
             self.target = copy.deepcopy(nn.Sequential(self.backbone, self.projector)).requires_grad_(False)
         if args.framework == "moco":
-            del self.queue
             self.register_buffer("queue", F.normalize(torch.randn(args.queue, widths[-1]), dim=1))
             self.register_buffer("queue_ptr", torch.tensor(0))
 
@@ -263,7 +271,7 @@ def main(args):
             z1, z2 = common.gather(z1.float()), common.gather(z2.float())  # (N, D), of all ranks; BYOL: 2N
             cos, pos = similarities(args.framework, z1, z2, model.queue)
             loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"),
-                                       **{name: getattr(args, name) for name in SWITCHES})
+                                       **switches(args))
             terms = {"positive_cos": cos.detach().gather(1, pos[:, None]).mean()}
 
             optimizer.zero_grad()

@@ -1,25 +1,26 @@
 """SANE: Zhou et al., "A Theory-Driven Self-Labeling Refinement Method for Contrastive Representation
 Learning", arXiv 2106.14749. MoCo, with labels that a refinery softens and with momentum mixup.
 
-    q_i = norm(f(x1_i)),   k_i = norm(g(x2_i)),   g an EMA copy of f, no gradient
-    B   = [k of this batch; queue of earlier k]   (K, D): row i's positive is column i
-    p_i = softmax(k_i B^T / (tau tau')),   q_i = the same without column i                        Eq. 3 ff.
+    z1_i = norm(f(x1_i)),   z2_i = norm(g(x2_i)),   g an EMA copy of f, no gradient
+    B    = [z2 of this batch; queue of earlier z2]   (K, D): row i's positive is column i
+    p_i  = softmax(z2_i B^T / (tau tau')),   q_i = the same without column i                      Eq. 3 ff.
     z   = 1 + mu max p_i + mu max q_i,   alpha = mu max p_i / z,   beta = mu max q_i / z
     ybar_i = (1 - alpha - beta) onehot_i + alpha p_i + beta q_i           the refined label       Eq. 5
     x'_i = theta x1_i + (1 - theta) x2_j,   y'_i = theta ybar_i + (1 - theta) ybar_j,   j = perm(i)   Eq. 8
-    loss = (1 - lam) CE(q B^T / tau, onehot) + lam CE(norm(f(x')) B^T / tau, y')                  Eq. 4, 9
+    loss = (1 - lam) CE(z1 B^T / tau, onehot) + lam CE(norm(f(x')) B^T / tau, y')                 Eq. 4, 9
 
 Keys of like images lie near each other: a one-hot label pushes the query away from them, a refined label does
 not. mu, the refinery's weight, grows from m1 to m2 with training. theta ~ Beta(kappa, kappa).
 
-Ours, not the paper's: lam; the optimiser, its rates and the EMA's (MoCo's customs); the head's widths; all
-recipes but cifar10 and imagenet; scales of the small crops and ranges of --strong, as in the code of CLSA
-(arXiv 2104.07713); x2 resized to the small crops for the mixup. The keys of the batch itself are in B, so
-BatchNorm could betray a positive, and MoCo shuffles images over GPUs against it. Here BatchNorm sees the
-whole batch (one process, or CUDA: synchronised), in which one image weighs little: nothing is shuffled.
+Ours, not the paper's: lam; the optimiser, batch, learning rate, weight decay and the EMA's rate (MoCo's
+customs); the head's widths; all recipes but cifar10 and imagenet; --strong as AutoAugment (arXiv 1805.09501)
+has its ranges, small crops as CLSA (2104.07713) scales them, x2 resized to them for the mixup. MoCo shuffles
+images over GPUs, because a positive shares its query's BatchNorm statistics and the queue does not. Nothing
+is shuffled here: BatchNorm sees the whole batch in one process, and on CUDA over all; on CPUs, each rank's.
 
     torchrun sane.py                                                a CPU: minutes, nothing to download
-    torchrun sane.py --dataset cifar10                              a GPU: the paper's recipe
+    torchrun sane.py --dataset cifar10                              a GPU: the paper's recipe (--arch
+                                                                    resnet18 is cheaper)
     torchrun --nproc_per_node=8 sane.py --dataset imagenet --crops multi --strong --data-dir DIR
 
 Measured: nothing yet.
@@ -37,9 +38,9 @@ import common
 
 CIFAR = dict(arch="resnet50", width=64, projector="2048-2048-128", epochs=2000, batch_size=256, base_lr=0.06,
              bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99, tau=0.2,
-             tau_prime=0.8, kappa=2.0, m1=0.0, m2=1.0)  # Sec. 4
+             tau_prime=0.8, kappa=2.0, m1=0.0, m2=1.0)
 IMAGENET = dict(CIFAR, epochs=200, base_lr=0.03, weight_decay=1e-4, warmup_epochs=0.0, queue=65536,
-                momentum_encoder=0.999, tau_prime=1.0, kappa=0.1, m1=0.5, m2=10.0)  # Sec. 4
+                momentum_encoder=0.999, tau_prime=1.0, kappa=0.1, m1=0.5, m2=10.0)
 SMALL = dict(CIFAR, arch="resnet18", epochs=1000)
 RECIPES = {
     "patterns": dict(SMALL, width=16, projector="512-512-128", epochs=7, base_lr=0.3, warmup_epochs=1.0,
@@ -56,9 +57,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--tau", type=float, help="temperature of the loss (Eq. 4)")
     add("--tau-prime", type=float, help="times tau: temperature of p and q (Eq. 3)")
     add("--m1", type=float, help="mu at the first step (Sec. 4)")
-    add("--m2", type=float, help="mu at the last step")
+    add("--m2", type=float, help="mu at the end")
     add("--kappa", type=float, help="theta ~ Beta(kappa, kappa) (Eq. 8)")
-    add("--lam", type=float, default=0.5, help="weight of the mixup loss (Eq. 9; ours); 0 is plain MoCo")
+    add("--lam", type=float, default=0.5, help="weight of the mixup loss (Eq. 9; ours); 0: only MoCo")
     add("--queue", type=int, help="keys of earlier batches")
     add("--momentum-encoder", type=float, metavar="M", help="momentum of the key encoder, an EMA copy (ours)")
     add("--crops", choices=("single", "multi"), default="single",
@@ -75,8 +76,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     for name in ("tau", "tau_prime", "kappa"):
         if not 0 < vars(args)[name] < math.inf:
             parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} must be positive")
-    if not 0 <= min(args.m1, args.m2) <= max(args.m1, args.m2) < math.inf:
-        parser.error(f"--m1 {args.m1} and --m2 {args.m2} must not be negative")
+    if not (0 <= args.m1 < math.inf and 0 <= args.m2 < math.inf):
+        parser.error(f"--m1 {args.m1} and --m2 {args.m2} must be numbers from 0 on")
     if args.queue < args.batch_size:
         parser.error(f"--queue {args.queue} is below --batch-size {args.batch_size}: it holds whole batches")
     return args
@@ -130,7 +131,7 @@ def affine(image: Tensor, angle=0.0, right=0.0, down=0.0, shear_x=0.0, shear_y=0
     return TF.affine(image, angle, shift, 1.0, [math.degrees(math.atan(s)) for s in (shear_x, shear_y)])
 
 
-OPERATIONS = {  # CLSA's, with the range that the strength v is drawn from
+OPERATIONS = {  # CLSA's 14, with the range of the strength v (AutoAugment's)
     "shear x": (-0.3, 0.3, lambda x, v: affine(x, shear_x=v)),
     "shear y": (-0.3, 0.3, lambda x, v: affine(x, shear_y=v)),
     "translate x": (-0.45, 0.45, lambda x, v: affine(x, right=v)),
@@ -148,7 +149,8 @@ OPERATIONS = {  # CLSA's, with the range that the strength v is drawn from
 
 
 class StrongAugment:
-    """For common.Augment: crop and flip, then five times, with p .5, an operation drawn for each image."""
+    """For common.Augment: crop and flip, then five times, with p .5, an operation drawn for each image (an
+    image at a time, so slow on a GPU)."""
 
     def __init__(self, size: int, crop_scale, mean, std):
         self.size, self.crop_scale, self.mean, self.std = size, crop_scale, mean, std
@@ -228,19 +230,20 @@ def mix(x1: Tensor, x2: Tensor, crops: list[Tensor], labels: Tensor, args) -> tu
 
 def same_class(labels: Tensor, y: Tensor, keys_y: Tensor) -> Tensor:
     """Of the weight that refined labels (s, K) put off the positives, the share on keys of the same class."""
-    weight = labels * (1 - torch.eye(*labels.shape, device=labels.device)) * (y >= 0)[:, None]
+    known = (y >= 0)[:, None] & (keys_y >= 0)  # neither images without label nor the queue's random start
+    weight = labels * known * (1 - torch.eye(*labels.shape, device=labels.device))
     return (weight * (y[:, None] == keys_y)).sum() / weight.sum().clamp(min=1e-12)
 
 
 @torch.no_grad()
-def labels_picture(model: nn.Module, x1: Tensor, x2: Tensor, args) -> Tensor:
-    """Twelve rows of ten images: a query, its positive, and the eight other keys of this batch on which its
-    refined label at the end of the mu schedule has most weight. -> (12, 10, 3, H, W)"""
+def labels_picture(model: nn.Module, x1: Tensor, x2: Tensor) -> Tensor:
+    """Twelve rows of ten images: a query, its positive, and the eight other keys of this batch to which its
+    refined label gives most weight: the nearest to the positive's key. -> (12, 10, 3, H, W)"""
     model.eval()
     keys = F.normalize(model.target(x2).float(), dim=1)
     model.train()
-    labels = refine_labels(keys @ keys.T, args.tau, args.tau_prime, args.m2)
-    best = labels.fill_diagonal_(-1)[:12].topk(min(8, len(keys) - 1), dim=1).indices  # (12, 8)
+    cos = (keys @ keys.T).fill_diagonal_(-2)  # p and q rise with it
+    best = cos[:12].topk(min(8, len(keys) - 1), dim=1).indices  # (12, 8)
     return torch.cat([x1[:12, None], x2[:12, None], x2[best]], 1)
 
 
@@ -297,7 +300,7 @@ def main(args):
             model.enqueue(new_keys, new_y)
             run.log(lr, loss, terms, z1, h, y)
         run.end_epoch(epoch)
-        rows = labels_picture(model, *run.fixed, args)
+        rows = labels_picture(model, *run.fixed)
         rows = common.grid(rows.flatten(0, 1), train, rows.shape[1])
         common.on_rank0(lambda: run.draw("labels.png", rows), env)
 

@@ -95,6 +95,9 @@ def test_the_refinery_finds_clusters():
         shares.append(sane.same_class(labels, cluster[:20], cluster).item())
     assert weights[0] == 0 and all(a < b - 0.005 for a, b in zip(weights, weights[1:]))
     assert shares[0] == 0 and all(0.6 < share < 1 for share in shares[1:])  # chance: 11 of 59
+    few = torch.where(torch.arange(60) % 3 == 0, cluster, -1)  # a third labelled: the same share
+    known = sane.same_class(refine_labels(keys[:20] @ keys.T, 0.2, 0.8, 10.0), few[:20], few).item()
+    assert abs(known - shares[-1]) < 0.15
     unknown = torch.full((20,), -1)
     assert sane.same_class(labels, unknown, torch.full((60,), -1)) == 0
 
@@ -281,7 +284,7 @@ def test_labels_picture_shows_the_nearest_keys():
     net = model()
     x1, x2 = torch.randn(2, 16, 3, 16, 16)
     x2[9] = x2[3] + 1e-4  # the key nearest to row 3's is row 9's
-    shown = sane.labels_picture(net, x1, x2, sane.parse_args(TINY))
+    shown = sane.labels_picture(net, x1, x2)
     assert (
         shown.shape == (12, 10, 3, 16, 16)
         and torch.equal(shown[3, 0], x1[3])

@@ -152,8 +152,8 @@ def test_closed_forms():
 
 
 def test_vicreg_of_the_released_code():
-    """As facebookresearch/vicreg computes it, by its description: std by var + eps, hinge halved, off-diagonal
-    sum over D."""
+    """As facebookresearch/vicreg computes it, by its description: std by var + eps, hinge halved, the
+    off-diagonal sum over D."""
     z1, z2 = views(32, 6)
     std = [torch.sqrt(z.var(dim=0) + 0.0001) for z in (z1, z2)]
     hinge = sum(torch.mean(F.relu(1 - s)) / 2 for s in std)
@@ -181,8 +181,8 @@ KNOW_DIMENSIONS = ("vicreg", "vicreg-exp", "vicreg-ctr", "barlow")  # -ctr: by t
 
 @pytest.mark.parametrize("name", vicreg_variants.METHODS)
 def test_invariances(name):
-    """Permuting samples, or swapping the views, changes no loss; rotating the features changes those that look
-    at single dimensions; a common shift only those that do not centre."""
+    """Permuting samples, or swapping the views, changes no loss; rotating the features changes those that
+    look at single dimensions; a common shift only those that do not centre."""
     z1, z2 = views(9, 6)
     plain = value(name, z1, z2)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
