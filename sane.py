@@ -4,7 +4,7 @@ Learning", arXiv 2106.14749. MoCo, with labels that a refinery softens and with 
     z1_i = norm(f(x1_i)),   z2_i = norm(g(x2_i)),   g an EMA copy of f, no gradient
     B    = [z2 of this batch; queue of earlier z2]   (K, D): row i's positive is column i
     p_i  = softmax(z2_i B^T / (tau tau')),   q_i = the same without column i                      Eq. 3 ff.
-    z   = 1 + mu max p_i + mu max q_i,   alpha = mu max p_i / z,   beta = mu max q_i / z
+    z    = 1 + mu max p_i + mu max q_i,   alpha = mu max p_i / z,   beta = mu max q_i / z
     ybar_i = (1 - alpha - beta) onehot_i + alpha p_i + beta q_i           the refined label       Eq. 5
     x'_i = theta x1_i + (1 - theta) x2_j,   y'_i = theta ybar_i + (1 - theta) ybar_j,   j = perm(i)   Eq. 8
     loss = (1 - lam) CE(z1 B^T / tau, onehot) + lam CE(norm(f(x')) B^T / tau, y')                 Eq. 4, 9

@@ -1,11 +1,16 @@
-"""Two ratios, measured side by side on this machine (not part of pytest):
+"""Ratios, measured side by side on this machine (not part of pytest):
 
     python tests/bench.py [--device cuda] [--arch resnet18 --width 16 --batch-size 256]
+    python tests/bench.py --losses [--device cuda] [--size 1024 8192]
 
 whole script / bare model step: images/s of simtrace.py, all included but evaluation, against forward,
 backward and optimiser step of the same model on ready batches of the same size and precision.
 Augment / torchvision: images/s of common.Augment on a batch, against torchvision's transforms image by image
 in as many processes as there are cores.
+--losses: time of each loss of vicreg_variants.py, forward and backward on float32 embeddings (N, D), over that
+of its Gram matrices alone (D x D of both views for vicreg, vicreg-exp, barlow; N x N of both for vicreg-ctr and
+spectral; the smaller of the two for tcr; 2N x 2N for simclr and its kin); and the memory it takes at its peak
+over that of one such matrix.
 """
 
 import argparse
@@ -13,6 +18,7 @@ import io
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -27,6 +33,7 @@ from torchvision import transforms
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common  # noqa: E402
 import simtrace  # noqa: E402
+import vicreg_variants  # noqa: E402
 
 
 def script_speed(flags, steps):
@@ -93,6 +100,61 @@ def augment_speed(images):
     return 40 * len(images) / (time.perf_counter() - start)
 
 
+GRAMS = {"vicreg": "d", "vicreg-exp": "d", "barlow": "d", "vicreg-ctr": "n", "spectral": "n", "tcr": "small"}
+
+
+def loss_cost(name, n, d, device):
+    """(seconds, bytes) of one loss and (seconds, bytes) of its Gram matrices, in a process of its own."""
+    args = vicreg_variants.parse_args(["--method", name])
+    z1, z2 = (torch.randn(n, d, device=device, requires_grad=True) for _ in "12")
+    cuda = device == "cuda"
+
+    def gram():
+        with torch.no_grad():
+            kind = GRAMS.get(name, "2n")
+            kind = ("d" if d < n else "n") if kind == "small" else kind
+            if kind == "2n":
+                z = torch.cat([z1, z2])
+                return [z @ z.T]
+            return [z.T @ z if kind == "d" else z @ z.T for z in (z1, z2)]
+
+    def timed(function):
+        start = time.perf_counter()
+        result = function()
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, result
+
+    def memory():
+        kilobyte = 1024 if sys.platform == "linux" else 1
+        return (
+            torch.cuda.max_memory_allocated()
+            if cuda
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
+        )
+
+    def step():
+        vicreg_variants.METHODS[name](z1, z2, args)[0].backward()
+
+    torch.randn(64, 64, device=device) @ torch.randn(64, 64, device=device)
+    z1.grad, z2.grad = torch.zeros_like(z1), torch.zeros_like(z2)  # so that they are in the baseline
+    before = memory()
+    seconds, peak = min(timed(step)[0] for _ in range(2)), memory() - before
+    product, matrices = min((timed(gram) for _ in range(2)), key=lambda pair: pair[0])
+    return seconds, peak, product, matrices[0].numel() * 4
+
+
+def losses(n, d, device):
+    for name in vicreg_variants.METHODS:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            seconds, peak, product, matrix = pool.submit(loss_cost, name, n, d, device).result()
+        print(
+            f"{name:12} {seconds:7.2f} s, {seconds / product:5.1f} x its Gram matrices alone; "
+            f"peak {peak / 2**20:7.0f} MiB, {peak / matrix:5.1f} x one Gram matrix",
+            flush=True,
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -103,7 +165,11 @@ def main():
     parser.add_argument("--batch-size", default="256")
     parser.add_argument("--steps", type=int, default=39)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--size", type=int, nargs=2, default=(1024, 8192), metavar=("N", "D"))
     args = parser.parse_args()
+    if args.losses:
+        return losses(*args.size, str(common.init_distributed(args.device).device.type))
     flags = ["--device", args.device, "--arch", args.arch, "--width", args.width]
     flags += ["--batch-size", args.batch_size]
     bare_speed(flags, 3)

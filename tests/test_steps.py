@@ -41,7 +41,7 @@ def network(*_):
 
 
 def step(monkeypatch, tmp_path, capfd, name, flags):
-    """Two steps of a script. Returns it, its args, the models before and after the second step, an optimizer for
+    """Two steps of a script. Returns it, its args, the models before and after the second, an optimizer for
     the first, the views of the second and what it logged."""
     script = importlib.import_module(name)
     monkeypatch.setattr(common, "resnet", network)
