@@ -710,6 +710,8 @@ class Run:
         self.k, self.tau = k, tau
         if args.batch_size % env.world_size:
             fail(f"--batch-size {args.batch_size} does not divide by {env.world_size} processes", 2)
+        if args.batch_size < 2 * env.world_size:
+            fail(f"--batch-size {args.batch_size}: BatchNorm needs two images or more in each process", 2)
         if len(train.images) < args.batch_size:
             fail(f"{len(train.images)} training images are fewer than --batch-size {args.batch_size}")
         self.steps_per_epoch = len(train.images) // args.batch_size

@@ -7,10 +7,10 @@ whole script / bare model step: images/s of simtrace.py, all included but evalua
 backward and optimiser step of the same model on ready batches of the same size and precision.
 Augment / torchvision: images/s of common.Augment on a batch, against torchvision's transforms image by image
 in as many processes as there are cores.
---losses: time of each loss of vicreg_variants.py, forward and backward on float32 embeddings (N, D), over that
-of its Gram matrices alone (D x D of both views for vicreg, vicreg-exp, barlow; N x N of both for vicreg-ctr and
-spectral; the smaller of the two for tcr; 2N x 2N for simclr and its kin); and the memory it takes at its peak
-over that of one such matrix.
+--losses: time of each loss of vicreg_variants.py, forward and backward on float32 embeddings (N, D), over
+that of its Gram matrices alone (D x D of both views for vicreg, vicreg-exp, barlow; N x N of both for
+vicreg-ctr and spectral; the smaller of the two for tcr; 2N x 2N for simclr and its kin); and the memory it
+takes at its peak over that of one such matrix.
 """
 
 import argparse

@@ -276,6 +276,7 @@ ALONE = [
     (["--no-such-flag"], 2, ["--no-such-flag"]),
     (["--dataset", "mnist"], 2, ["mnist"]),
     (["--batch-size", "0"], 2, ["--batch-size"]),
+    (["--batch-size", "1", "--projector", "8-1"], 2, ["--batch-size 1", "BatchNorm"]),
     (["--base-lr", "nan"], 2, ["--base-lr"]),
     (["--projector", "32-x-8"], 2, ["--projector"]),
     (["--projector", "32-32-64"], 2, ["64", "32"]),  # D >= 2N
@@ -285,7 +286,7 @@ ALONE = [
     (["--dataset", "folder", "--data-dir", "/no/such"], 1, ["/no/such"]),
     (["--base-lr", "1e30"], 1, ["step", "lr", "loss"]),
 ]
-TOGETHER = [ALONE[0], ALONE[7], ALONE[-2], ALONE[-1]]  # one of each stage: slow to start
+TOGETHER = [ALONE[0], ALONE[8], ALONE[-2], ALONE[-1]]  # one of each stage: slow to start
 
 
 @pytest.mark.parametrize(
