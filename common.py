@@ -647,21 +647,41 @@ def add_machine_args(parser):
     add("--workers", type=int, default=4, help="processes that decode large images")
 
 
+def count(text: str) -> int:
+    """For argparse: 1, 2, ..."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """For argparse: a finite number from 0 on."""
+    if not 0 <= float(text) < math.inf:
+        raise ValueError
+    return float(text)
+
+
+def positive(text: str) -> float:
+    """For argparse: a finite number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError
+    return float(text)
+
+
+def fraction(text: str) -> float:
+    """For argparse: a number in [0, 1]."""
+    if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def layers(text: str) -> str:
+    """For argparse: widths, A-B-C."""
+    return "-".join(str(count(width)) for width in text.split("-"))
+
+
 def add_run_args(parser):
     """The flags that all training scripts share. Default None: the data set's recipe says."""
-    def count(text):
-        if int(text) < 1:
-            raise ValueError
-        return int(text)
-
-    def rate(text):
-        if not 0 <= float(text) < math.inf:
-            raise ValueError
-        return float(text)
-
-    def layers(text):
-        return "-".join(str(count(width)) for width in text.split("-"))
-
     add_machine_args(parser)
     add = parser.add_argument
     add("--dataset", default="patterns", choices=DATASETS)

@@ -61,26 +61,20 @@ def parse_args(argv=None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--framework", choices=tuple(TAU), default="moco")
-    add("--tau", type=float, help="temperature (ours: moco 0.2, simclr 0.5, byol 1)")
+    add("--tau", type=common.positive, help="temperature (ours: moco 0.2, simclr 0.5, byol 1)")
     add("--m1", type=float, default=0.0, help="angular margin, in radians (Eq. 4)")
     add("--m2", type=float, default=0.0, help="subtractive margin (Eq. 4)")
-    add("--scale", type=float, default=1.0, help="s, of the positive's gradient (Eq. 9)")
-    add("--curvature", type=float, help="c: 1 - (theta / pi)^c on it too (Eq. 10, 11)")
+    add("--scale", type=common.positive, default=1.0, help="s, of the positive's gradient (Eq. 9)")
+    add("--curvature", type=common.positive, help="c: 1 - (theta / pi)^c on it too (Eq. 10, 11)")
     add("--ratio-m1", type=float, default=0.0, help="angular margin whose gradient ratio each row gets")
     add("--attenuation", type=float, default=0.0, help="a: 1 / (1 - a q~) on the gradient, in [0, 1)")
     add("--attenuation-type", type=int, choices=(1, 2), default=1, help="1: of a row, 2: of its positive")
-    add("--queue", type=int, help="keys of earlier batches (moco)")
-    add("--momentum-encoder", type=float, metavar="M", help="momentum of the EMA copy (moco, byol)")
+    add("--queue", type=common.count, help="keys of earlier batches (moco)")
+    add("--momentum-encoder", type=common.fraction, metavar="M", help="momentum of the EMA copy (moco, byol)")
     add("--plot-gradients", action="store_true", help="draw margin.png in --out, and do not train")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
     args.tau = TAU[args.framework] if args.tau is None else args.tau
-    if not 0 <= args.momentum_encoder <= 1:
-        parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
-    args.curvature = None if args.curvature == math.inf else args.curvature
-    for name in ("tau", "scale", "curvature"):
-        if vars(args)[name] is not None and not 0 < vars(args)[name] < math.inf:
-            parser.error(f"--{name} {vars(args)[name]} is not a positive number")
     for name in ("m1", "m2", "ratio_m1"):
         if not math.isfinite(vars(args)[name]):
             parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} is not a number to add")

@@ -54,14 +54,14 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sane.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tau", type=float, help="temperature of the loss (Eq. 4)")
-    add("--tau-prime", type=float, help="times tau: temperature of p and q (Eq. 3)")
-    add("--m1", type=float, help="mu at the first step (Sec. 4)")
-    add("--m2", type=float, help="mu at the end")
-    add("--kappa", type=float, help="theta ~ Beta(kappa, kappa) (Eq. 8)")
-    add("--lam", type=float, default=0.5, help="weight of the mixup loss (Eq. 9; ours); 0: only MoCo")
-    add("--queue", type=int, help="keys of earlier batches")
-    add("--momentum-encoder", type=float, metavar="M", help="momentum of the key encoder, an EMA copy (ours)")
+    add("--tau", type=common.positive, help="temperature of the loss (Eq. 4)")
+    add("--tau-prime", type=common.positive, help="times tau: temperature of p and q (Eq. 3)")
+    add("--m1", type=common.rate, help="mu at the first step (Sec. 4)")
+    add("--m2", type=common.rate, help="mu at the end")
+    add("--kappa", type=common.positive, help="theta ~ Beta(kappa, kappa) (Eq. 8)")
+    add("--lam", type=common.fraction, default=0.5, help="weight of the mixup loss (Eq. 9; ours); 0: MoCo")
+    add("--queue", type=common.count, help="keys of earlier batches")
+    add("--momentum-encoder", type=common.fraction, metavar="M", help="of the key encoder, an EMA copy")
     add("--crops", choices=("single", "multi"), default="single",
         help="of images above 64 px, mix one crop of 96/224 of the size, or five of 224, 192, 160, 128, 96")
     add("--strong", action="store_true", help="CLSA's 14 operations on the crops to mix: five draws, p .5")
@@ -69,15 +69,6 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="leave out a part of the refinery or the mixup, or mix queries with queries")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
-    if not 0 <= args.momentum_encoder <= 1:
-        parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
-    if not 0 <= args.lam <= 1:
-        parser.error(f"--lam {args.lam} is not in [0, 1]")
-    for name in ("tau", "tau_prime", "kappa"):
-        if not 0 < vars(args)[name] < math.inf:
-            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} must be positive")
-    if not (0 <= args.m1 < math.inf and 0 <= args.m2 < math.inf):
-        parser.error(f"--m1 {args.m1} and --m2 {args.m2} must be numbers from 0 on")
     if args.queue < args.batch_size:
         parser.error(f"--queue {args.queue} is below --batch-size {args.batch_size}: it holds whole batches")
     return args

@@ -42,17 +42,14 @@ RECIPES = {
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simaffinity.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tau", type=float, default=0.2, help="temperature (ours, as in the authors' port)")
-    parser.add_argument("--gamma", type=float, default=0.01, help="weight of the symmetry term (Eq. 6)")
-    parser.add_argument("--momentum-encoder", type=float, metavar="M",
-                        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
-    parser.add_argument("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
+    add = parser.add_argument
+    add("--tau", type=common.positive, default=0.2, help="temperature (ours, as in the authors' port)")
+    add("--gamma", type=common.rate, default=0.01, help="weight of the symmetry term (Eq. 6)")
+    add("--momentum-encoder", type=common.fraction, metavar="M",
+        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
+    add("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
-    if args.momentum_encoder is not None and not 0 <= args.momentum_encoder <= 1:
-        parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
-    if args.tau <= 0:
-        parser.error(f"--tau {args.tau} must be positive")
     return args
 
 

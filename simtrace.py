@@ -45,15 +45,14 @@ RECIPES = {
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simtrace.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--eps", type=float, default=1e-4, help="ridge on S (ours)")
-    parser.add_argument("--detach-cov", action="store_true", help="no gradient through mu and S")
-    parser.add_argument("--momentum-encoder", type=float, metavar="M",
-                        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
-    parser.add_argument("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
+    add = parser.add_argument
+    add("--eps", type=common.rate, default=1e-4, help="ridge on S (ours)")
+    add("--detach-cov", action="store_true", help="no gradient through mu and S")
+    add("--momentum-encoder", type=common.fraction, metavar="M",
+        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
+    add("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
-    if args.momentum_encoder is not None and not 0 <= args.momentum_encoder <= 1:
-        parser.error(f"--momentum-encoder {args.momentum_encoder} is not in [0, 1]")
     n, d = args.batch_size, int(args.projector.split("-")[-1])
     if d >= 2 * n:
         parser.error(f"--batch-size {n} and embedding dimension {d}: the covariance of 2 x {n} embeddings is "

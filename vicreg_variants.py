@@ -48,18 +48,16 @@ def parse_args(argv=None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--method", choices=tuple(METHODS), default="vicreg")
-    add("--sim-weight", type=float, default=25.0, help="of vicreg's and its variants' mse, and of tcr's (1)")
-    add("--var-weight", type=float, default=25.0, help="of the variance term")
-    add("--cov-weight", type=float, help="of the covariance term (1; ours: vicreg-exp 25, vicreg-ctr 8)")
-    add("--tau", type=float, help="temperature (0.15; ours: vicreg-exp 0.1)")
+    add("--sim-weight", type=common.rate, default=25.0, help="of the mse (vicreg, -exp, -ctr)")
+    add("--var-weight", type=common.rate, default=25.0, help="of the variance term")
+    add("--cov-weight", type=common.rate, help="of the covariance term (1; ours: -exp 25, -ctr 8)")
+    add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp 0.1)")
     add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
     args.tau = TAU.get(args.method, 0.15) if args.tau is None else args.tau
     args.cov_weight = COV_WEIGHT.get(args.method, 1.0) if args.cov_weight is None else args.cov_weight
-    if not 0 < args.tau < math.inf:
-        parser.error(f"--tau {args.tau} must be positive")
     return args
 
 
