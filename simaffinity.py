@@ -9,7 +9,7 @@ Li et al., "A Unified Framework for Contrastive Learning from a Perspective of A
 CE, one direction only, asks each row of A to be largest on the diagonal, against N - 1 negatives; the
 symmetry term, a norm and not its square, lets the columns follow.
 
-Ours, not the paper's: all recipes but cifar10, cifar100, imagenet100 and imagenet; tau 0.2.
+Ours: tau; the recipes of data sets other than cifar10, cifar100, imagenet100, imagenet.
 
     torchrun simaffinity.py                                             a CPU: minutes, nothing to download
     torchrun simaffinity.py --dataset cifar10                           a GPU: the paper's recipe

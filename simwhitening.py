@@ -10,9 +10,7 @@ Li et al., "A Unified Framework for Contrastive Learning from a Perspective of A
 
 SimAffinity on whitened embeddings; the gradient flows through mu and S, of both views together.
 
-Ours, not the paper's: all recipes but cifar10, cifar100, imagenet100 and imagenet; tau 0.2; eps; the last
-width 512 on imagenet and imagenet100 (2048, the paper's, makes S singular at its batch of 512: 2N must be
-above D).
+Ours: tau; eps; width 512; the recipes of data sets other than cifar10, cifar100, imagenet100, imagenet.
 
     torchrun simwhitening.py                                             a CPU: minutes, nothing to download
     torchrun simwhitening.py --dataset cifar10                           a GPU: the paper's recipe
@@ -32,7 +30,8 @@ import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
              bias_lr=1.0, weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
-IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)  # 512: ours
+# 512 for the paper's 2048, with which S is singular at its batch of 512: 2N must be above D
+IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)
 RECIPES = {
     "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
                      bias_lr=0.01, warmup_epochs=1.0),
