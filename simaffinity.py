@@ -15,9 +15,8 @@ Ours: tau; the recipes of data sets other than cifar10, cifar100, imagenet100, i
     torchrun simaffinity.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simaffinity.py --dataset imagenet --data-dir DIR
 
-Measured: k-NN on the test images, width 16, n = 1, one core of an AMD EPYC, settings in README. patterns:
-76.6 % in 5 min 34 s, at initialisation 20.0 %. CIFAR-10, 4 epochs on 10,000 images: 42.8 %, at
-initialisation 27.9 %. Not measured: longer runs, and what gamma does.
+Measured (k-NN, width 16, n = 1, see README): patterns 76.6 %; CIFAR-10 in ten epochs 61.4 %, with gamma 0
+61.4 %; initialisation 20.0, 32.2 %. gamma makes A more symmetric, and learning hardly faster.
 """
 import argparse
 import copy

@@ -57,7 +57,8 @@ def run(command, place, *extra):
     """The command on a CPU, with two processes in place of more."""
     command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace("HOST:", "localhost:")
     words = command.split()
-    launcher = [sys.executable, "-m", "torch.distributed.run"] if words[0] == "torchrun" else [sys.executable]
+    torchrun = words[0] == "torchrun" and ("simtrace.py" in command or "linear_eval.py" in command)  # quicker
+    launcher = [sys.executable, "-m", "torch.distributed.run"] if torchrun else [sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [*launcher, *words[1:], *extra],
@@ -73,7 +74,7 @@ def run(command, place, *extra):
 
 def port_for(command, i):
     """A port of its own for each torchrun that would take the default, so that two can run at a time."""
-    if command.startswith("torchrun") and "--standalone" not in command and "--rdzv" not in command:
+    if command.startswith("torchrun simtrace.py"):
         return command.replace("torchrun", f"torchrun --master_port={29510 + i}", 1)
     return command
 
