@@ -28,7 +28,8 @@ process, and on CUDA over all; on CPUs, each rank's.
     torchrun margin_infonce.py --dataset cifar10 --m1 0.2            a GPU: the paper's recipe, MoCo, a margin
     torchrun --nproc_per_node=8 margin_infonce.py --dataset imagenet --scale 2 --curvature 1.5 --data-dir DIR
 
-Measured: nothing yet.
+Measured (k-NN on patterns, width 16, n = 1, see README): MoCo 48.5 %, SimCLR 72.5 %, BYOL 51.9 %, at
+initialisation 20.0 %. What the margins change has not been measured.
 """
 import argparse
 import copy
