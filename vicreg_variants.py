@@ -20,7 +20,7 @@ the paper's: tau and the weights of vicreg-exp and vicreg-ctr, all recipes but i
     torchrun vicreg_variants.py --dataset cifar10                    a GPU: VICReg
     torchrun --nproc_per_node=8 vicreg_variants.py --dataset imagenet --data-dir DIR
 
-Measured: nothing yet.
+Measured: VICReg on patterns, k-NN 71.1 % (width 16, n = 1, see README), at initialisation 20.0 %.
 """
 import argparse
 import math
