@@ -29,7 +29,8 @@ process, and on CUDA over all; on CPUs, each rank's.
     torchrun --nproc_per_node=8 margin_infonce.py --dataset imagenet --scale 2 --curvature 1.5 --data-dir DIR
 
 Measured (k-NN on patterns, width 16, n = 1, see README): MoCo 48.5 %, SimCLR 72.5 %, BYOL 51.9 %, at
-initialisation 20.0 %. What the margins change has not been measured.
+initialisation 20.0 %. In four epochs of 10,000 CIFAR-10 images no switch helped but ratio_m1 0.4 in MoCo
+(34.3 against 32.2 %), and scale 2 brought the embeddings together.
 """
 import argparse
 import copy

@@ -16,11 +16,18 @@ non-contrastive self-supervised learning", arXiv 2206.02574.
 The variance term is halved, as in VICReg's released code; the paper's formula adds the two views'. Ours, not
 the paper's: tau and the weights of vicreg-exp and vicreg-ctr, all recipes but imagenet's.
 
+Why tau 0.5 and weights 25, 25, 1 collapse: for covariances small beside tau, c_exp is a constant, plus a pull
+along the sum of all dimensions, plus c / (2 tau^2 (d - 1)), so that its weight w decorrelates as a weight of
+w / (2 tau^2 (d - 1)) does in VICReg: 0.001 at d = 2048 (vicreg-ctr: d is the batch). tau 0.1 and weight 25
+make that 10 at d = 128; another projector or batch wants another weight.
+
     torchrun vicreg_variants.py --method vicreg-ctr                  a CPU: minutes, nothing to download
     torchrun vicreg_variants.py --dataset cifar10                    a GPU: VICReg
     torchrun --nproc_per_node=8 vicreg_variants.py --dataset imagenet --data-dir DIR
 
-Measured: VICReg on patterns, k-NN 71.1 % (width 16, n = 1, see README), at initialisation 20.0 %.
+Measured (k-NN, width 16, n = 1, see README): VICReg on patterns 71.1 %, at initialisation 20.0 %; four epochs
+of 10,000 CIFAR-10 images: VICReg 35.9 %, with cov_weight 16 41.0 %, VICReg-exp 41.1 %, VICReg-ctr 42.4 %, at
+initialisation 27.9 %.
 """
 import argparse
 import math
@@ -39,8 +46,8 @@ RECIPES = {
                      warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": IMAGENET, "folder": dict(CIFAR, epochs=200)}
-TAU = {"vicreg-exp": 0.1, "vicreg-ctr": 0.15}  # ours; the others' 0.15 is the paper's for SimCLR
-COV_WEIGHT = {"vicreg-exp": 25.0, "vicreg-ctr": 8.0}  # ours; 1 elsewhere
+TAU = {"vicreg-exp": 0.1, "vicreg-ctr": 0.1}  # ours; the others' 0.15 is the paper's for SimCLR
+COV_WEIGHT = {"vicreg-exp": 25.0, "vicreg-ctr": 25.0}  # ours; 1 elsewhere
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -50,8 +57,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--method", choices=tuple(METHODS), default="vicreg")
     add("--sim-weight", type=common.rate, default=25.0, help="of the mse (vicreg, -exp, -ctr)")
     add("--var-weight", type=common.rate, default=25.0, help="of the variance term")
-    add("--cov-weight", type=common.rate, help="of the covariance term (1; ours: -exp 25, -ctr 8)")
-    add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp 0.1)")
+    add("--cov-weight", type=common.rate, help="of the covariance term (1; ours: -exp and -ctr 25)")
+    add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp and -ctr 0.1)")
     add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
     common.add_run_args(parser)

@@ -11,6 +11,8 @@ import vicreg_variants
 from vicreg_variants import (
     barlow_loss,
     contrastive_criterion,
+    covariance_term,
+    logsumexp_term,
     noncontrastive_criterion,
     simclr_loss,
     spectral_loss,
@@ -229,6 +231,20 @@ def test_low_temperature(tau):
         assert loss.isfinite() and z1.grad.isfinite().all()
     if tau <= 0.1:
         assert simclr_loss(torch.eye(8), torch.eye(8), tau).item() == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("n, d, tau", [(12, 5, 0.5), (6, 9, 0.1)])
+def test_logsumexp_of_small_covariances_is_a_weak_covariance_term(n, d, tau):
+    """log(d - 1) + their mean / tau + their variance / 2 tau^2, of each row: the square of the covariances
+    weighs 1 / (2 tau^2 (d - 1)) of what it weighs in VICReg."""
+    K = 0.02 * torch.randn(n, d, dtype=torch.float64)
+    C = torch.from_numpy(np.cov(K.numpy(), rowvar=False))
+    mean = (C.sum(1) - C.diagonal()) / (d - 1)
+    first = math.log(d - 1) + mean.mean() / tau
+    second = covariance_term(K) / (2 * tau**2 * (d - 1)) - mean.square().mean() / (2 * tau**2)
+    remainder = logsumexp_term(K, tau) - first - second
+    assert abs(remainder) < 0.05 * abs(second)
+    assert abs(remainder + second) > 0.9 * abs(second)
 
 
 @pytest.mark.parametrize("name", vicreg_variants.METHODS)
