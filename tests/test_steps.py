@@ -212,7 +212,7 @@ PURE = {
         a, b, 25, 25, 4, 0.3
     )[0],
     "vicreg_variants --method vicreg-ctr --var-weight 3 --tau 0.3": lambda s, a, b: s.vicreg_ctr_loss(
-        a, b, 25, 3, 8, 0.3
+        a, b, 25, 3, 25, 0.3
     )[0],
     "vicreg_variants --method simclr-sq --tau 0.3": lambda s, a, b: s.simclr_loss(a, b, 0.3, "sq"),
     "vicreg_variants --method dcl-abs --normalize center": lambda s, a, b: s.simclr_loss(
