@@ -16,10 +16,10 @@ non-contrastive self-supervised learning", arXiv 2206.02574.
 The variance term is halved, as in VICReg's released code; the paper's formula adds the two views'. Ours, not
 the paper's: tau and the weights of vicreg-exp and vicreg-ctr, all recipes but imagenet's.
 
-Why tau 0.5 and weights 25, 25, 1 collapse: for covariances small beside tau, c_exp is a constant, plus a pull
-along the sum of all dimensions, plus c / (2 tau^2 (d - 1)), so that its weight w decorrelates as a weight of
-w / (2 tau^2 (d - 1)) does in VICReg: 0.001 at d = 2048 (vicreg-ctr: d is the batch). tau 0.1 and weight 25
-make that 10 at d = 128; another projector or batch wants another weight.
+Why tau 0.5 and weights 25, 25, 1 collapse: for covariances small beside tau, c_exp is a constant, plus the
+variance of the sum of all dimensions, plus c / (2 tau^2 (d - 1)), so that vicreg-exp's weight w decorrelates
+as w / (2 tau^2 (d - 1)) does in VICReg: 0.001 at d = 2048. tau 0.1 and weight 25 make that about 10 at
+d = 128; another projector (vicreg-ctr: batch, the d of its term) wants another weight.
 
     torchrun vicreg_variants.py --method vicreg-ctr                  a CPU: minutes, nothing to download
     torchrun vicreg_variants.py --dataset cifar10                    a GPU: VICReg
