@@ -9,9 +9,9 @@ A margin does four things to the gradient. Each has a switch of its own, which l
 (q~: the positive's probability without margins):
 
     scale s         the positive's gradient times s                                                   Eq. 9
-    curvature c     and times 1 - (theta_pos / pi)^c: less if it is far                           Eq. 10, 11
+    curvature c     and times 1 - (theta_pos / pi)^c, less at large angles                        Eq. 10, 11
     ratio_m1        row i's gradient times (1 - beta q) / (1 - beta q~), q with m1 = ratio_m1
-    attenuation a   row i's gradient (type 2: its positive's) times 1 / (1 - a q~)
+    attenuation a   row i's gradient (type 2: its positive's) times 1 / (1 - a q~): it fades less as q~ -> 1
 
 MoCo: [positive | queue of earlier keys], keys from an EMA copy of the network. SimCLR: each of 2N embeddings
 against the 2N - 1 others. BYOL: a predictor, an EMA copy, beta 0, both directions; as it has no negatives,
@@ -19,10 +19,11 @@ m2 and ratio_m1 leave its gradient alone, and attenuation is a constant. With m1
 falls with its angle up to theta + m1 = pi only.
 
 Ours, not the paper's: the curve of Eq. 10 (the simplest with every property that the text states); tau; EMA
-at a constant rate; the heads; all recipes but cifar's, stl10's, tinyimagenet's and imagenet's (where SimCLR
-wants batch 4096, if memory allows). MoCo shuffles images over GPUs, because a positive shares its query's
-BatchNorm statistics and the queue does not; nothing is shuffled here: BatchNorm sees the whole batch in one
-process, and on CUDA over all; on CPUs, each rank's.
+at a constant rate; the heads; no weight decay on biases and BatchNorm; all recipes but cifar's, stl10's,
+tinyimagenet's and imagenet's (weight decay there too; where SimCLR wants batch 4096, if memory allows).
+MoCo shuffles images over GPUs, because a positive shares its query's few-image BatchNorm statistics and the
+queue does not. What stands in for it here is one BatchNorm over the whole batch, in one process and on CUDA
+over all, which tells little of a single image; on CPUs it is over each rank's.
 
     torchrun margin_infonce.py --framework simclr                    a CPU: minutes, nothing to download
     torchrun margin_infonce.py --dataset cifar10 --m1 0.2            a GPU: the paper's recipe, MoCo, a margin
@@ -79,7 +80,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     args.tau = TAU[args.framework] if args.tau is None else args.tau
     for name in ("m1", "m2", "ratio_m1"):
         if not math.isfinite(vars(args)[name]):
-            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} is not a number to add")
+            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} is not finite")
     if args.ratio_m1 and (args.m1 or args.m2):
         parser.error("--ratio-m1 is for a loss without margins: leave out --m1 and --m2")
     if not 0 <= args.attenuation < 1:
@@ -107,9 +108,12 @@ def margin_infonce_loss(cos: Tensor, pos: Tensor, *, tau: float, beta: float = 1
                         ratio_m1: float = 0.0, attenuation: float = 0.0, attenuation_type: int = 1) -> Tensor:
     """The margin loss of cosines (N, K), row i's positive in column pos[i]: a 0-d tensor, float32 or float64.
 
-    m1 in radians. ValueError for ratio_m1 with m1 or m2, attenuation outside [0, 1), an unknown type."""
+    m1 in radians. ValueError for ratio_m1 with m1 or m2, curvature not above 0, attenuation outside [0, 1),
+    an unknown type."""
     if ratio_m1 and (m1 or m2):
         raise ValueError("ratio_m1 is for a loss without margins: m1 and m2 must be 0")
+    if not curvature > 0:
+        raise ValueError(f"curvature {curvature} is not above 0")
     if not 0 <= attenuation < 1 or attenuation_type not in (1, 2):
         raise ValueError(f"attenuation {attenuation} is not in [0, 1), or type {attenuation_type} not 1 or 2")
     with torch.autocast(cos.device.type, enabled=False):
@@ -117,27 +121,30 @@ def margin_infonce_loss(cos: Tensor, pos: Tensor, *, tau: float, beta: float = 1
         column = pos[:, None]
         cos_pos = cos.gather(1, column)  # (N, 1)
 
-        def softmax_pos(positive):  # the positive's probability, with this logit in its place
-            return (positive - (cos / tau).scatter(1, column, positive).logsumexp(1, keepdim=True)).exp()
+        negatives = (cos / tau).scatter(1, column, -math.inf).logsumexp(1, keepdim=True)  # (N, 1)
+
+        def softmax_pos(delta):  # the positive's probability if delta is its logit
+            return (delta - negatives).sigmoid()
+
+        def one_minus_beta_q(delta):  # so that it does not round to 0 with q near 1
+            return 1 - beta + beta * (negatives - delta).sigmoid()
 
         delta_pos = (add_angle(cos_pos, m1) - m2) / tau  # Eq. 4
         of_pos, of_row = torch.full_like(cos_pos, scale), torch.ones_like(cos_pos)  # (N, 1), Eq. 9
         with torch.no_grad():
             if curvature < math.inf:
                 of_pos = of_pos * (1 - (cos_pos.clamp(-1, 1).acos() / math.pi) ** curvature)  # Eq. 10, 11
-            if ratio_m1 or attenuation:
-                q0 = softmax_pos(cos_pos / tau)  # q~
-            if ratio_m1:  # 1 - beta q~ can round to 0, hence the clamp (ours)
-                q = softmax_pos(add_angle(cos_pos, ratio_m1) / tau)
-                of_row = of_row * (1 - beta * q) / (1 - beta * q0).clamp(min=1e-6)
+            if ratio_m1:
+                q_ratio = one_minus_beta_q(add_angle(cos_pos, ratio_m1) / tau)
+                of_row = of_row * q_ratio / one_minus_beta_q(cos_pos / tau).clamp(min=1e-30)
             if attenuation and attenuation_type == 1:
-                of_row = of_row / (1 - attenuation * q0)
+                of_row = of_row / (1 - attenuation * softmax_pos(cos_pos / tau))
             elif attenuation:
-                of_pos = of_pos / (1 - attenuation * q0)
+                of_pos = of_pos / (1 - attenuation * softmax_pos(cos_pos / tau))
 
         delta_pos = scale_gradient(delta_pos, of_pos)
-        delta = (cos / tau).scatter(1, column, delta_pos)  # (N, K)
-        loss = beta * delta.logsumexp(1, keepdim=True) - delta_pos if beta else -delta_pos  # Eq. 5
+        # Eq. 5, beta logsumexp_j delta_j - delta_pos, as log q = logsigmoid(delta_pos - negatives)
+        loss = -beta * F.logsigmoid(delta_pos - negatives) - (1 - beta) * delta_pos
         return scale_gradient(loss, of_row).mean()
 
 
@@ -148,7 +155,8 @@ def similarities(framework: str, z1: Tensor, z2: Tensor, queue: Tensor | None) -
     first = torch.zeros(len(z1), dtype=torch.long, device=z1.device)
     if framework == "simclr":
         z, n = torch.cat([z1, z2]), 2 * len(z1)
-        cos = (z @ z.T).flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)  # without the diagonal
+        # without the diagonal: but for the first, its entries are n + 1 apart
+        cos = (z @ z.T).flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)
         own = torch.arange(n // 2, device=z.device)
         return cos, torch.cat([own + n // 2 - 1, own])
     cos = (z1 * z2).sum(1, keepdim=True)
@@ -161,26 +169,33 @@ def switches(args) -> dict:
     return {**given, "curvature": math.inf if args.curvature is None else args.curvature}
 
 
-def gradient_picture(args) -> Tensor:
-    """The factor that these settings put on the positive's gradient: over its angle, for q~ 0.1, 0.5, 0.9
-    (left; blue, light blue, orange), and over q~, for 20, 60, 100 degrees (right). -> (3, H, W)"""
-    def factor(theta, q0, **switches):  # by autograd, with one negative that makes the probability q~
+def gradient_factors(args) -> list[list[Tensor]]:
+    """The factor that these settings put on the positive's gradient, (360,) each: over its angle, 0 to pi, for
+    q~ 0.1, 0.5, 0.9, and over q~, 0 to 1, for 20, 60, 100 degrees. BYOL has no negatives: q~ is 1."""
+    def gradient(theta, q0, **options):  # by autograd, with one negative that makes the probability q~
         cos = theta.cos()
         cos = torch.stack([cos, cos + args.tau * (1 / q0 - 1).log()], 1)
-        cos = (cos[:, :1] if args.framework == "byol" else cos).requires_grad_()  # no negatives: q~ is 1
+        cos = (cos[:, :1] if args.framework == "byol" else cos).requires_grad_()
         pos = torch.zeros(len(cos), dtype=torch.long)
-        loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"), **switches)
+        loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"), **options)
         return torch.autograd.grad(loss, cos)[0][:, 0]
 
     x = (torch.arange(360, dtype=torch.float64) + 0.5) / 360
-    curves = [[factor(theta, q0, **switches(args)) / factor(theta, q0) for theta, q0 in pairs] for pairs in (
-        [(x * math.pi, torch.full_like(x, q)) for q in (0.1, 0.5, 0.9)],
-        [(torch.full_like(x, math.radians(a)), x) for a in (20, 60, 100)])]
-    top = max(2.0, min(10.0, math.ceil(max(c.max().item() for panel in curves for c in panel))))
-    texts = [{f"factor, 0 to {top:g}": (4, 2), text: (220, 226)}
+    over_angle = [(x * math.pi, torch.full_like(x, q)) for q in (0.1, 0.5, 0.9)]
+    over_q = [(torch.full_like(x, math.radians(angle)), x) for angle in (20, 60, 100)]
+    return [[gradient(theta, q0, **switches(args)) / gradient(theta, q0) for theta, q0 in panel]
+            for panel in (over_angle, over_q)]
+
+
+def gradient_picture(args) -> Tensor:
+    """Both panels of gradient_factors in blue, light blue, orange, the grey line at factor 1. -> (3, H, W)"""
+    panels = gradient_factors(args)
+    values = torch.cat([curve for panel in panels for curve in panel])  # a margin's have no bound at 0 and pi
+    low, high = math.floor(min(0.0, values.quantile(0.05))), math.ceil(max(2.0, 1.05 * values.quantile(0.95)))
+    texts = [{f"factor, {low} to {high}, cut there": (4, 2), text: (220, 226)}
              for text in ("angle, 0 to 180 degrees", "q~, 0 to 1")]
-    return torch.cat([common.chart([curve / top for curve in panel], text, 1 / top)
-                      for panel, text in zip(curves, texts)], dim=2)
+    return torch.cat([common.chart([(curve - low) / (high - low) for curve in panel], text,
+                                   (1 - low) / (high - low)) for panel, text in zip(panels, texts)], dim=2)
 
 
 def plot(args):
@@ -234,7 +249,7 @@ class Model(nn.Module):
 
 
 def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
-    """The cosines of the two views' embeddings, whose diagonal lights up with training."""
+    """The cosines of the two views' embeddings (BYOL: predictions and targets): the diagonal lights up."""
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T]
 
 

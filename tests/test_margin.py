@@ -162,6 +162,29 @@ def test_finite_at_the_ends(positive, options, k):
             assert x.grad.abs().max() <= 1e4 / tau
 
 
+def test_the_gradient_is_bounded_by_cutting_the_angle():
+    """d cos(theta + m1) / d cos(theta) = sin(theta + m1) / sin(theta), as if sin(theta) were 1e-4 at least."""
+    cos = torch.tensor([[1 - 1e-12, 0.3], [-1 + 1e-12, 0.3]], dtype=torch.float64, requires_grad=True)
+    loss = margin_infonce_loss(cos, torch.tensor([0, 0]), tau=1.0, beta=0.0, m1=0.5)
+    loss.backward()
+    assert cos.grad[:, 0].abs().max() * 2 <= 1e4
+    close = torch.tensor([[math.cos(2e-4), 0.3]], dtype=torch.float64, requires_grad=True)
+    margin_infonce_loss(close, torch.tensor([0]), tau=1.0, beta=0.0, m1=0.5).backward()
+    assert -close.grad[0, 0].item() == pytest.approx(math.sin(0.5002) / math.sin(2e-4), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+@pytest.mark.parametrize("tau", [0.05, 0.02])
+def test_ratio_where_the_positive_has_won(dtype, tolerance, tau):
+    """1 - q~ is 5.6e-9 and 2e-21 here: the margin's 1 - q is all the same what scales the gradient, by hand
+    (1 - q~) / tau times (1 - q) / (1 - q~)."""
+    x = torch.tensor([[0.95, 0.0]], dtype=dtype, requires_grad=True)
+    margin_infonce_loss(x, torch.tensor([0]), tau=tau, ratio_m1=1.6).backward()
+    q = 1 / (1 + math.exp(-math.cos(math.acos(0.95) + 1.6) / tau))
+    assert -x.grad[0, 0].item() == pytest.approx((1 - q) / tau, rel=tolerance)
+    assert x.grad[0, 1].item() == pytest.approx((1 - q) / tau, rel=tolerance)
+
+
 def test_half_precision_is_computed_in_float32():
     theta, pos = angles()
     cos = theta.detach().cos().bfloat16()
@@ -189,6 +212,9 @@ def test_wrong_settings():
         dict(attenuation=1.0),
         dict(attenuation=-0.1),
         dict(attenuation=0.5, attenuation_type=3),
+        dict(curvature=0.0),
+        dict(curvature=-1.0),
+        dict(curvature=math.nan),
     ):
         with pytest.raises(ValueError):
             margin_infonce_loss(cos, pos, tau=0.2, **options)
@@ -270,6 +296,7 @@ def test_models(framework):
 def test_queue_goes_round():
     net = model("moco")
     torch.testing.assert_close(net.queue.norm(dim=1), torch.ones(20))
+    assert torch.linalg.matrix_rank(net.queue) == 8
     batches = [torch.randn(8, 8) for _ in range(3)]
     for keys in batches:
         net.enqueue(keys)
@@ -279,11 +306,35 @@ def test_queue_goes_round():
     torch.testing.assert_close(net.queue.norm(dim=1), torch.ones(20))
 
 
+def factor(theta, q0, m1, m2, tau):
+    """Of the positive's gradient at beta 1 (the theorem), with e: the probability falls from q0 to q."""
+    e = math.exp((math.cos(theta + m1) - math.cos(theta) - m2) / tau)
+    q = q0 * e / (q0 * e + 1 - q0)
+    return math.sin(theta + m1) / math.sin(theta) * (1 - q) / (1 - q0)
+
+
 def test_plot():
-    """The picture differs with the margins; without any both panels are the line of factor 1."""
+    """The factors are the closed form's; without margins the picture is two lines at factor 1."""
 
     def draw(*flags):
         return margin_infonce.gradient_picture(margin_infonce.parse_args([*TINY, *flags]))
+
+    over_angle, over_q = margin_infonce.gradient_factors(
+        margin_infonce.parse_args([*TINY, "--m1", "0.4", "--m2", "0.1"])
+    )
+    x = [(i + 0.5) / 360 for i in range(360)]
+    for q0, curve in zip((0.1, 0.5, 0.9), over_angle):
+        assert curve.tolist() == pytest.approx([factor(math.pi * v, q0, 0.4, 0.1, 0.2) for v in x], rel=1e-6)
+    for angle, curve in zip((20, 60, 100), over_q):
+        expected = [factor(math.radians(angle), q0, 0.4, 0.1, 0.2) for q0 in x]
+        assert curve.tolist() == pytest.approx(expected, rel=1e-6)
+    byol = margin_infonce.gradient_factors(
+        margin_infonce.parse_args([*TINY, "--m1", "0.4", "--framework", "byol"])
+    )
+    assert byol[0][1].tolist() == pytest.approx(
+        [math.sin(math.pi * v + 0.4) / math.sin(math.pi * v) for v in x]
+    )
+    assert byol[1][0].tolist() == pytest.approx([math.sin(math.pi / 9 + 0.4) / math.sin(math.pi / 9)] * 360)
 
     plain = draw()
     assert plain.shape[0] == 3 and plain.min() < 0.2 and plain.max() == 1
@@ -311,3 +362,20 @@ def test_errors(capsys, flags):
     with pytest.raises(SystemExit) as error:
         margin_infonce.parse_args([*TINY, *flags])
     assert error.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "dataset, queue, momentum, epochs, lr, decay",
+    [
+        ("cifar10", 4096, 0.99, 200, 0.06, 5e-4),
+        ("cifar100", 4096, 0.99, 200, 0.06, 5e-4),
+        ("stl10", 16384, 0.996, 200, 0.06, 5e-4),
+        ("tinyimagenet", 16384, 0.996, 200, 0.06, 5e-4),
+        ("imagenet", 65536, 0.999, 100, 0.03, 1e-4),
+    ],
+)
+def test_recipes_are_the_papers(dataset, queue, momentum, epochs, lr, decay):
+    args = margin_infonce.parse_args(["--dataset", dataset])
+    assert (args.queue, args.momentum_encoder, args.epochs) == (queue, momentum, epochs)
+    assert (args.base_lr, args.weight_decay, args.batch_size) == (lr, decay, 256)
+    assert args.arch == ("resnet50" if dataset == "imagenet" else "resnet18")

@@ -1,6 +1,7 @@
 """Every command and code block of README runs: two at a time, long ones cut to a step, on a few small
 images."""
 
+import importlib
 import os
 import pickle
 import re
@@ -86,6 +87,18 @@ def test_the_first_two_commands_are_one_line_each():
         "pip install -r requirements.txt && python -m pytest",
     ]
     assert first[1] in (ROOT / ".ci" / "run").read_text()
+
+
+def test_no_two_commands_want_the_same_folder():
+    """A run folder refuses other settings, so each command of other settings needs another --out."""
+    folders = {}
+    for command in COMMANDS:
+        script = re.search(r"(\w+)\.py (.*)", command + " ")
+        if script and script[1] != "linear_eval":
+            args = vars(importlib.import_module(script[1]).parse_args(script[2].split()))
+            run = {k: v for k, v in args.items() if k not in common.FREE}
+            assert folders.setdefault(args["out"], (script[1], run)) == (script[1], run), command
+    assert len(folders) > 20
 
 
 def test_training_commands(place):

@@ -557,6 +557,31 @@ def test_two_processes_train_as_one(tmp_path, method):
     assert_same(*ranks)
 
 
+def kept_by_rank(script, args, env, out, err):
+    """The script as it is; each rank's model is written beside the checkpoint after its evaluation."""
+    sys.path[0] = str(ROOT)
+    run = importlib.import_module("common").Run
+    evaluate = run.evaluate
+
+    def evaluate_and_keep(self, final):
+        row = evaluate(self, final)
+        torch.save(self.model.state_dict(), self.out / f"rank{self.env.rank}.pt")
+        return row
+
+    run.evaluate = evaluate_and_keep
+    program(script, args, env, out, err)
+
+
+def test_both_processes_evaluate_the_same_network(tmp_path):
+    """BatchNorm's statistics are each process's own on a CPU: not those that are evaluated and saved."""
+    args = [*TINY, *METHODS["margin_infonce"][0], "--epochs", "1", "--out", tmp_path]
+    run("margin_infonce.py", *args, world=2, target=kept_by_rank)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+    assert_same(*ranks)
+    assert_same(ranks[0], torch.load(tmp_path / "checkpoint.pt")["model"])
+    assert any("running_mean" in name and value.abs().max() > 0 for name, value in ranks[0].items())
+
+
 def test_sane_mixes_small_crops_of_large_images(capfd, tmp_path):
     for i in range(24):
         path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"

@@ -198,6 +198,23 @@ def test_margin_infonce(monkeypatch, tmp_path, capfd, framework, flags):
         check_queue(before, after, t2)
 
 
+@pytest.mark.parametrize("momentum", ["0", "1"])
+@pytest.mark.parametrize("framework", ["moco", "byol"])
+def test_momentum_one_keeps_the_target_and_zero_makes_it_the_online_network(
+    monkeypatch, tmp_path, capfd, framework, momentum
+):
+    flags = ["--framework", framework, "--queue", "24", "--momentum-encoder", momentum]
+    _, _, (before, after), *_ = step(monkeypatch, tmp_path, capfd, "margin_infonce", flags)
+    online = nn.Sequential(after.backbone, after.projector)
+    assert not all(
+        torch.equal(a, b)
+        for a, b in zip(online.parameters(), nn.Sequential(before.backbone, before.projector).parameters())
+    )
+    expected = before.target if momentum == "1" else online
+    for found, wanted in zip(after.target.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
 PURE = {
     "simtrace --eps 0.01": lambda s, a, b: s.simtrace_loss(a, b, 0.01),
     "simtrace --eps 0.01 --detach-cov": lambda s, a, b: s.simtrace_loss(a, b, 0.01, True),
