@@ -170,8 +170,8 @@ def switches(args) -> dict:
 
 
 def gradient_factors(args) -> list[list[Tensor]]:
-    """The factor that these settings put on the positive's gradient, (360,) each: over its angle, 0 to pi, for
-    q~ 0.1, 0.5, 0.9, and over q~, 0 to 1, for 20, 60, 100 degrees. BYOL has no negatives: q~ is 1."""
+    """The factor that these settings put on the positive's gradient, (360,) each: over its angle, 0 to pi,
+    for q~ 0.1, 0.5, 0.9, and over q~, 0 to 1, for 20, 60, 100 degrees. BYOL has no negatives: q~ is 1."""
     def gradient(theta, q0, **options):  # by autograd, with one negative that makes the probability q~
         cos = theta.cos()
         cos = torch.stack([cos, cos + args.tau * (1 / q0 - 1).log()], 1)

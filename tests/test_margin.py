@@ -163,7 +163,7 @@ def test_finite_at_the_ends(positive, options, k):
 
 
 def test_the_gradient_is_bounded_by_cutting_the_angle():
-    """d cos(theta + m1) / d cos(theta) = sin(theta + m1) / sin(theta), as if sin(theta) were 1e-4 at least."""
+    """d cos(theta + m1) / d cos(theta) = sin(theta + m1) / sin(theta), sin(theta) 1e-4 at least."""
     cos = torch.tensor([[1 - 1e-12, 0.3], [-1 + 1e-12, 0.3]], dtype=torch.float64, requires_grad=True)
     loss = margin_infonce_loss(cos, torch.tensor([0, 0]), tau=1.0, beta=0.0, m1=0.5)
     loss.backward()
