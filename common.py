@@ -630,11 +630,17 @@ def chart(curves: list[Tensor], texts: dict[str, tuple[int, int]], level: float 
     return F.pad(image, (8, 8, 8, 8), value=255) / 255
 
 
-def heatmap(matrix: Tensor) -> Tensor:
-    """(N, N) as a picture (3, H, H): white is 0, red the largest magnitude, blue its negative."""
-    m = (matrix.float() / matrix.abs().max().clamp(min=1e-12)).cpu()
-    m = m.repeat_interleave(1 + 255 // len(m), 0).repeat_interleave(1 + 255 // len(m), 1)
-    return F.pad(torch.stack([1 + m.clamp(max=0), 1 - m.abs(), 1 - m.clamp(min=0)]), (4, 4, 4, 4), value=1)
+def heatmaps(matrices: list[Tensor]) -> Tensor:
+    """Square matrices, the first 512 rows and columns of each, side by side, small ones enlarged. -> picture
+    (3, H, W): white is 0, red the largest magnitude of a matrix, blue its negative."""
+    matrices = [(m.float() / m.abs().max().clamp(min=1e-12))[:512, :512].cpu() for m in matrices]
+    side, pictures = max(256, *map(len, matrices)), []
+    for m in matrices:
+        m = m.repeat_interleave(-(-side // len(m)), 0).repeat_interleave(-(-side // len(m)), 1)
+        pictures.append(torch.stack([1 + m.clamp(max=0), 1 - m.abs(), 1 - m.clamp(min=0)]))
+    height = max(len(picture[0]) for picture in pictures)
+    pad = [(4, 4, 4, 4 + height - len(picture[0])) for picture in pictures]
+    return torch.cat([F.pad(*picture, value=1) for picture in zip(pictures, pad)], dim=2)
 
 
 def add_machine_args(parser):
@@ -906,8 +912,7 @@ class Run:
         self.model.eval()
         _, z1, z2 = self.model(*self.fixed)
         self.model.train()
-        pictures = [heatmap(matrix) for matrix in self.picture(z1.float(), z2.float())]
-        self.draw("affinity.png", torch.cat(pictures, dim=2))
+        self.draw("affinity.png", heatmaps(self.picture(z1.float(), z2.float())))
         if save:
             self.save()
 

@@ -9,16 +9,18 @@ non-contrastive self-supervised learning", arXiv 2206.02574.
     vicreg      sim_weight mse(z1, z2) + var_weight (v(z1) + v(z2)) / 2 + cov_weight (c(z1) + c(z2))
     vicreg-exp  c_exp for c                                                                           Eq. 12
     vicreg-ctr  v and c_exp of the transposed embeddings (z - mean)^T, samples for dimensions         Eq. 13
-    simclr      -u_i.u_i' / tau + log sum_{j != i} exp(u_i.u_j / tau), u = norm of all 2N rows
+    simclr      mean_i of -u_i.u_i' / tau + log sum_{j != i} exp(u_i.u_j / tau), u the 2N unit rows of both
+                views, u_i' the other view of u_i
     -sq, -abs   the square or the absolute value of u_i.u_j in the sum; dcl: the positive left out of it
     spectral, barlow, tcr: beside their functions
 
-The variance term is halved, as in VICReg's released code; the paper's formula adds the two views'. Ours, not
-the paper's: tau and the weights of vicreg-exp and vicreg-ctr, all recipes but imagenet's.
+The variance term is halved, as in VICReg's released code; VICReg's paper adds the two views'. Ours, not the
+paper's: tau and the weights of vicreg-exp and vicreg-ctr, all recipes but imagenet's.
 
-Why tau 0.5 and weights 25, 25, 1 collapse: for covariances small beside tau, c_exp is a constant, plus the
-variance of the sum of all dimensions, plus c / (2 tau^2 (d - 1)), so that vicreg-exp's weight w decorrelates
-as w / (2 tau^2 (d - 1)) does in VICReg: 0.001 at d = 2048. tau 0.1 and weight 25 make that about 10 at
+Why tau 0.5 and weights 25, 25, 1 collapse: embeddings of one dimension, copied to all with either sign, cost
+log cosh(1 / tau) = 1.3 more of c_exp than decorrelated ones, whatever d, where c is d - 1, 2047 at d = 2048.
+For covariances small beside tau, c enters c_exp times 1 / (2 tau^2 (d - 1)), so that vicreg-exp's weight w is
+worth w / (2 tau^2 (d - 1)) of VICReg's: 0.001 at d = 2048. tau 0.1 and weight 25 make that about 10 at
 d = 128; another projector (vicreg-ctr: batch, the d of its term) wants another weight.
 
     torchrun vicreg_variants.py --method vicreg-ctr                  a CPU: minutes, nothing to download
@@ -41,6 +43,7 @@ import common
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-2048", epochs=1000, batch_size=256, base_lr=0.3,
              bias_lr=1.0, weight_decay=1e-6, warmup_epochs=10.0)  # ours
 IMAGENET = dict(CIFAR, arch="resnet50", projector="8192-8192-8192", epochs=100, batch_size=1024)
+SIMCLR_IMAGENET = dict(IMAGENET, base_lr=0.5, batch_size=2048)
 RECIPES = {
     "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=7, base_lr=3.0, bias_lr=0.01,
                      warmup_epochs=1.0),
@@ -62,7 +65,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
     common.add_run_args(parser)
-    args = common.parse_run_args(parser, RECIPES, argv)
+    simclr = parser.parse_known_args(argv)[0].method == "simclr"
+    args = common.parse_run_args(parser, {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES, argv)
     args.tau = TAU.get(args.method, 0.15) if args.tau is None else args.tau
     args.cov_weight = COV_WEIGHT.get(args.method, 1.0) if args.cov_weight is None else args.cov_weight
     return args
@@ -77,13 +81,13 @@ def variance_term(K: Tensor) -> Tensor:
     """v(K): how far the standard deviations over the rows of K (n, d) are below 1. ValueError for one row."""
     if len(K) < 2:
         raise ValueError("a variance takes at least 2 samples (vicreg-ctr: 2 dimensions)")
-    return F.relu(1 - (K.var(0) + 1e-4).sqrt()).mean()
+    return F.relu(1 - (K.var(0) + 1e-4).sqrt()).mean()  # unbiased; 1e-4 bounds the root's gradient
 
 
 def covariance_term(K: Tensor) -> Tensor:
     """c(K), of K (n, d)."""
-    K = K - K.mean(0)
-    C = K.T @ K / (len(K) - 1)  # (d, d)
+    K = (K - K.mean(0)) / math.sqrt(len(K) - 1)
+    C = K.T @ K  # (d, d)
     return (C.square().sum() - C.diagonal().square().sum()) / len(C)
 
 
@@ -107,7 +111,8 @@ def vicreg_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: fl
     sim, var, cov, unweighted. ValueError for N = 1."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = full_precision(z1, z2)
-        var, cov = (variance_term(z1) + variance_term(z2)) / 2, covariance_term(z1) + covariance_term(z2)
+        var = (variance_term(z1) + variance_term(z2)) / 2  # halved: VICReg's code; cov is not
+        cov = covariance_term(z1) + covariance_term(z2)
         return weigh(F.mse_loss(z1, z2), var, cov, (sim_weight, var_weight, cov_weight))
 
 
@@ -123,7 +128,8 @@ def vicreg_exp_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight
 
 def vicreg_ctr_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: float = 25.0,
                     cov_weight: float = 1.0, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
-    """VICReg-ctr, Eq. 13: VICReg-exp of the transposed embeddings, so that samples repel each other."""
+    """VICReg-ctr, Eq. 13: VICReg-exp of the transposed embeddings, so that samples repel each other. ValueError
+    for N = 1 or D = 1."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = full_precision(z1, z2)
         K1, K2 = (z1 - z1.mean(0)).T, (z2 - z2.mean(0)).T  # (D, N), Table 1
@@ -138,7 +144,7 @@ def simclr_loss(z1: Tensor, z2: Tensor, tau: float = 0.15, repulsion: str = "cos
 
     repulsion: "cos", or "sq" or "abs" of it, in the sum. decoupled: without the positive there (DCL).
     normalize: "embeddings", unit rows; "center", the same after subtracting the mean of all rows;
-    "standardize", centred dimensions of norm sqrt(2N / D) instead of unit rows (Eq. 14).
+    "standardize", centred dimensions of norm sqrt(2N / D) instead of unit rows (Eq. 14), constant ones 0.
     ValueError for other names, and for N = 1 where no row would be left in the sum."""
     if repulsion not in ("cos", "sq", "abs") or normalize not in ("embeddings", "center", "standardize"):
         raise ValueError(f"no repulsion {repulsion} or no normalize {normalize}")
@@ -146,9 +152,10 @@ def simclr_loss(z1: Tensor, z2: Tensor, tau: float = 0.15, repulsion: str = "cos
         raise ValueError("decoupled takes at least 2 samples")
     with torch.autocast(z1.device.type, enabled=False):
         z, n = torch.cat(full_precision(z1, z2)), len(z1)  # (2N, D)
+        rounding = 10 * torch.finfo(z.dtype).eps * z.norm(dim=0)  # what centring leaves of a constant
         z = z if normalize == "embeddings" else z - z.mean(0)
         if normalize == "standardize":
-            u = F.normalize(z, dim=0, eps=1e-6) * math.sqrt(2 * n / z.shape[1])
+            u = F.normalize(z, dim=0).masked_fill(z.norm(dim=0) <= rounding, 0) * math.sqrt(2 * n / z.shape[1])
         else:
             u = F.normalize(z, dim=1)
         attraction = (u[:n] * u[n:]).sum(1).mean() / tau
@@ -162,8 +169,10 @@ def simclr_loss(z1: Tensor, z2: Tensor, tau: float = 0.15, repulsion: str = "cos
 
 
 def spectral_loss(z1: Tensor, z2: Tensor, radius: float = 1.0) -> Tensor:
-    """Spectral contrastive loss (HaoChen et al., arXiv 2106.04156) of embeddings (N, D), N > 1:
-    -2 mean_i u1_i.u2_i + mean_{i != j} (u1_i.u2_j)^2, u rows scaled to norm sqrt(radius)."""
+    """Spectral contrastive loss (HaoChen et al., arXiv 2106.04156) of embeddings (N, D):
+    -2 mean_i u1_i.u2_i + mean_{i != j} (u1_i.u2_j)^2, u rows scaled to norm sqrt(radius). ValueError: N = 1."""
+    if len(z1) < 2:
+        raise ValueError("the spectral loss takes at least 2 samples")
     with torch.autocast(z1.device.type, enabled=False):
         u1, u2 = (math.sqrt(radius) * F.normalize(z, dim=1) for z in full_precision(z1, z2))
         S, n = u1 @ u2.T, len(u1)  # (N, N)
@@ -213,14 +222,14 @@ def simclr_variant(repulsion: str, decoupled: bool):
     return lambda z1, z2, args: (simclr_loss(z1, z2, args.tau, repulsion, decoupled, args.normalize), {})
 
 
-def weights(args):
+def weights_of(args):
     return args.sim_weight, args.var_weight, args.cov_weight
 
 
 METHODS = {  # embeddings -> loss, terms
-    "vicreg": lambda z1, z2, args: vicreg_loss(z1, z2, *weights(args)),
-    "vicreg-exp": lambda z1, z2, args: vicreg_exp_loss(z1, z2, *weights(args), args.tau),
-    "vicreg-ctr": lambda z1, z2, args: vicreg_ctr_loss(z1, z2, *weights(args), args.tau),
+    "vicreg": lambda z1, z2, args: vicreg_loss(z1, z2, *weights_of(args)),
+    "vicreg-exp": lambda z1, z2, args: vicreg_exp_loss(z1, z2, *weights_of(args), args.tau),
+    "vicreg-ctr": lambda z1, z2, args: vicreg_ctr_loss(z1, z2, *weights_of(args), args.tau),
     "simclr": simclr_variant("cos", False), "simclr-sq": simclr_variant("sq", False),
     "simclr-abs": simclr_variant("abs", False), "dcl": simclr_variant("cos", True),
     "dcl-sq": simclr_variant("sq", True), "dcl-abs": simclr_variant("abs", True),
@@ -249,18 +258,19 @@ class Model(nn.Module):
 
 
 def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
-    """The cosines of the two views' embeddings, and the correlations of their dimensions."""
+    """The cosines of the two views' embeddings (N, N), and the correlations of their dimensions (D, D)."""
     c1, c2 = (F.normalize(z - z.mean(0), dim=0) for z in (z1, z2))
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T, c1.T @ c2]
 
 
 def spectrum_picture(z: Tensor) -> Tensor:
-    """Of embeddings (N, D): singular values of their covariance over the largest, on a logarithmic scale, and
-    histograms of the samples' cosines (blue) and the dimensions' correlations (light blue)."""
+    """Of embeddings (N, D): the min(N, D) largest singular values of their covariance over the first, on a
+    logarithmic scale, and histograms of the samples' cosines (blue) and the dimensions' correlations (light
+    blue), the diagonals left out. -> (3, H, W)"""
     z = z.float().cpu()
     c = F.normalize(z - z.mean(0), dim=0)
     s = torch.linalg.svdvals(z - z.mean(0)).square().clamp(min=1e-30)  # of the covariance, times N - 1
-    decades = 1 + (s / s[0]).log10() / 8
+    decades = 1 + (s / s[0].clamp(min=1e-20)).log10() / 8
     decades = decades[torch.arange(360) * len(s) // 360]
     histograms = []
     for G in (F.normalize(z, dim=1) @ F.normalize(z, dim=1).T, c.T @ c):
@@ -273,7 +283,8 @@ def spectrum_picture(z: Tensor) -> Tensor:
 
 
 def measures(z: Tensor, h: Tensor) -> dict[str, float]:
-    """Of the epoch's last batch: both criteria of the normalised embeddings, and the ranks."""
+    """Of the epoch's last batch: both criteria of the normalised embeddings and their rank, of all processes,
+    and the rank of the first process's representations."""
     u = F.normalize(z, dim=1)
     return {"Lc": contrastive_criterion(u).item(), "Lnc": noncontrastive_criterion(u).item(),
             "rankme_embeddings": common.rankme(z), "rankme": common.rankme(h.float())}

@@ -8,9 +8,10 @@ backward and optimiser step of the same model on ready batches of the same size 
 Augment / torchvision: images/s of common.Augment on a batch, against torchvision's transforms image by image
 in as many processes as there are cores.
 --losses: time of each loss of vicreg_variants.py, forward and backward on float32 embeddings (N, D), over
-that of its Gram matrices alone (D x D of both views for vicreg, vicreg-exp, barlow; N x N of both for
-vicreg-ctr and spectral; the smaller of the two for tcr; 2N x 2N for simclr and its kin); and the memory it
-takes at its peak over that of one such matrix.
+that of the products alone that make its matrices, forward only (D x D of each view for vicreg and vicreg-exp,
+of one with the other for barlow; N x N of each for vicreg-ctr, of one with the other for spectral; the
+smaller of the two of each view for tcr; 2N x 2N for simclr and its kin), of which the backward pass needs two
+more; and the memory it takes at its peak over that of one such matrix.
 """
 
 import argparse
@@ -104,7 +105,7 @@ GRAMS = {"vicreg": "d", "vicreg-exp": "d", "barlow": "d", "vicreg-ctr": "n", "sp
 
 
 def loss_cost(name, n, d, device):
-    """(seconds, bytes) of one loss and (seconds, bytes) of its Gram matrices, in a process of its own."""
+    """(seconds, bytes) of one loss and (seconds, bytes) of its matrix products, in a process of its own."""
     args = vicreg_variants.parse_args(["--method", name])
     z1, z2 = (torch.randn(n, d, device=device, requires_grad=True) for _ in "12")
     cuda = device == "cuda"
@@ -116,6 +117,8 @@ def loss_cost(name, n, d, device):
             if kind == "2n":
                 z = torch.cat([z1, z2])
                 return [z @ z.T]
+            if name in ("barlow", "spectral"):
+                return [z1.T @ z2 if kind == "d" else z1 @ z2.T]
             return [z.T @ z if kind == "d" else z @ z.T for z in (z1, z2)]
 
     def timed(function):
@@ -149,8 +152,8 @@ def losses(n, d, device):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             seconds, peak, product, matrix = pool.submit(loss_cost, name, n, d, device).result()
         print(
-            f"{name:12} {seconds:7.2f} s, {seconds / product:5.1f} x its Gram matrices alone; "
-            f"peak {peak / 2**20:7.0f} MiB, {peak / matrix:5.1f} x one Gram matrix",
+            f"{name:12} {seconds:7.2f} s, {seconds / product:5.1f} x its matrix products alone; "
+            f"peak {peak / 2**20:7.0f} MiB, {peak / matrix:5.1f} x one such matrix",
             flush=True,
         )
 

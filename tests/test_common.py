@@ -1016,3 +1016,21 @@ def test_features_are_a_plain_loop(kind, large):
             expected.append(net(tvf.normalize(image / 255, data.mean, data.std)[None]))
     assert_close(result, torch.cat(expected), 1e-4)
     assert result.std(0).mean() > 1e-2
+
+
+@pytest.mark.parametrize("sizes", [(48,), (16, 12), (512, 128), (600, 3)])
+def test_heatmaps(sizes):
+    """Each enlarged to the largest, 256 to 512 px, or a little more; white, red and blue where they belong."""
+    matrices = []
+    for n in sizes:
+        matrices.append(torch.zeros(n, n))
+        matrices[-1][1, 0], matrices[-1][0, 1] = 4.0, -2.0
+    picture, left = common.heatmaps(matrices), 0
+    side = min(512, max(256, *sizes)) if len(sizes) > 1 else 256
+    for n in sizes:
+        each = -(-side // min(n, 512))
+        square = picture[:, 4:, left + 4 :]
+        assert square[:, each, 0].tolist() == [1, 0, 0] and square[:, 0, each].tolist() == [0.5, 0.5, 1]
+        assert square[:, 2 * each - 1, each - 1].tolist() == [1, 0, 0] and (square[:, 0, 0] == 1).all()
+        left += each * min(n, 512) + 8
+    assert picture.shape[2] == left and side + 8 <= picture.shape[1] < side + 8 + 256

@@ -152,6 +152,10 @@ for value, script in ((affinity, simaffinity), (whitening, simwhitening), (trace
     loss = getattr(script, script.__name__ + "_loss")(z1 + mu, z2 + mu)
     torch.testing.assert_close(value, loss[0] if isinstance(loss, tuple) else loss, rtol=1e-4, atol=1e-4)
 """
+    duality = [block for block in blocks if "noncontrastive_criterion" in block]  # to be pasted by itself
+    (place / "duality.py").write_text(*duality)
+    sides = run("python duality.py", place).split()[:2]
+    assert float(sides[0][7:-1]) == pytest.approx(float(sides[1][7:-1]), rel=1e-5)
     (place / "blocks.py").write_text("\n".join(["import common", *blocks, check]))
     output = run("python blocks.py", place)
     assert "missing_keys=['fc.weight', 'fc.bias'], unexpected_keys=[]" in output

@@ -475,7 +475,10 @@ METHODS = {
         {"positive_cos"},
     ),
     "vicreg_variants": ([], {"sim", "var", "cov", "Lc", "Lnc", "rankme", "rankme_embeddings"}),
-    "vicreg_variants ctr": (["--method", "vicreg-ctr", "--base-lr", "0.3"], {"sim", "var", "cov"}),
+    "vicreg_variants ctr": (  # its two pictures, of 32 and of 12 rows, differ in height
+        ["--method", "vicreg-ctr", "--base-lr", "0.3", "--projector", "32-12"],
+        {"sim", "var", "cov"},
+    ),
     "margin_infonce byol": (["--base-lr", "0.3", "--scale", "2", "--framework", "byol"], {"positive_cos"}),
 }
 

@@ -73,12 +73,12 @@ def slow_vicreg(z1, z2, tau, kind):
 @pytest.mark.parametrize("kind", ["vicreg", "exp", "ctr"])
 @pytest.mark.parametrize("weights", [(25.0, 25.0, 1.0), (1.0, 2.0, 3.0)])
 def test_vicreg_and_its_variants_equal_the_loop(n, d, kind, weights):
-    z1, z2 = views(n, d)
+    z1, z2 = (z.requires_grad_() for z in views(n, d))
     if kind == "vicreg":
         loss, terms = vicreg_loss(z1, z2, *weights)
     else:
         loss, terms = (vicreg_exp_loss if kind == "exp" else vicreg_ctr_loss)(z1, z2, *weights, tau=0.3)
-    slow = slow_vicreg(z1, z2, 0.3, kind)
+    slow = slow_vicreg(z1.detach(), z2.detach(), 0.3, kind)
     assert [terms[k].item() for k in ("sim", "var", "cov")] == pytest.approx(slow, rel=1e-10)
     assert loss.item() == pytest.approx(sum(w * t for w, t in zip(weights, slow)), rel=1e-10)
     assert slow[1] > 0.01 and not any(t.requires_grad for t in terms.values())
@@ -173,12 +173,62 @@ def test_simclr_is_cross_entropy():
     torch.testing.assert_close(simclr_loss(z1, z2), expected, rtol=1e-12, atol=0)
 
 
+SIMCLR = {  # repulsion, decoupled
+    "simclr": ("cos", False),
+    "simclr-sq": ("sq", False),
+    "simclr-abs": ("abs", False),
+    "dcl": ("cos", True),
+    "dcl-sq": ("sq", True),
+    "dcl-abs": ("abs", True),
+}
+
+
+@pytest.mark.parametrize("name", SIMCLR)
+@pytest.mark.parametrize("normalize", ["embeddings", "center", "standardize"])
+def test_methods_of_simclr(name, normalize):
+    z1, z2 = views(9, 6)
+    args = vicreg_variants.parse_args(["--method", name, "--tau", "0.4", "--normalize", normalize])
+    found, _ = vicreg_variants.METHODS[name](z1, z2, args)
+    assert found.item() == pytest.approx(slow_simclr(z1, z2, 0.4, *SIMCLR[name], normalize), rel=1e-10)
+
+
+def test_defaults():
+    """METHODS' defaults, of the functions, and ours of the command line, which are the same but for the
+    weights of -exp and -ctr."""
+    z1, z2 = views(9, 6)
+    slow = slow_vicreg(z1, z2, 0.1, "exp")
+    expected = 25 * slow[0] + 25 * slow[1] + slow[2]
+    assert vicreg_exp_loss(z1, z2)[0].item() == pytest.approx(expected, rel=1e-10)
+    assert value("vicreg-exp", z1, z2).item() == pytest.approx(expected + 24 * slow[2], rel=1e-10)
+    slow = slow_vicreg(z1, z2, 0.1, "ctr")
+    expected = 25 * slow[0] + 25 * slow[1] + slow[2]
+    assert vicreg_ctr_loss(z1, z2)[0].item() == pytest.approx(expected, rel=1e-10)
+    assert value("vicreg-ctr", z1, z2).item() == pytest.approx(expected + 24 * slow[2], rel=1e-10)
+    slow = slow_vicreg(z1, z2, 0.1, "vicreg")
+    assert value("vicreg", z1, z2).item() == pytest.approx(25 * slow[0] + 25 * slow[1] + slow[2], rel=1e-10)
+    assert value("barlow", z1, z2).item() == barlow_loss(z1, z2, lambd=0.0051).item()
+    assert value("tcr", z1, z2).item() == tcr_loss(z1, z2, eps=0.5, sim_weight=1.0).item()
+    assert value("spectral", z1, z2).item() == spectral_loss(z1, z2, radius=1.0).item()
+    for method in SIMCLR:
+        assert vicreg_variants.parse_args(["--method", method]).tau == 0.15
+
+
+@pytest.mark.parametrize(
+    "method, lr, batch", [("simclr", 0.5, 2048), ("vicreg", 0.3, 1024), ("dcl", 0.3, 1024)]
+)
+def test_imagenet_recipe_is_the_papers(method, lr, batch):
+    args = vicreg_variants.parse_args(["--dataset", "imagenet", "--method", method])
+    assert (args.base_lr, args.batch_size, args.epochs, args.warmup_epochs) == (lr, batch, 100, 10)
+    assert (args.arch, args.projector, args.weight_decay) == ("resnet50", "8192-8192-8192", 1e-6)
+    assert vicreg_variants.parse_args(["--dataset", "cifar10", "--method", method]).base_lr == 0.3
+
+
 def value(name, z1, z2):
     loss, _ = vicreg_variants.METHODS[name](z1, z2, vicreg_variants.parse_args(["--method", name]))
     return loss
 
 
-KNOW_DIMENSIONS = ("vicreg", "vicreg-exp", "vicreg-ctr", "barlow")  # -ctr: by the mean over them
+NOT_ROTATION_INVARIANT = ("vicreg", "vicreg-exp", "vicreg-ctr", "barlow")  # -ctr: by the mean over them
 
 
 @pytest.mark.parametrize("name", vicreg_variants.METHODS)
@@ -196,7 +246,7 @@ def test_invariances(name):
 
     assert same(value(name, z1[order], z2[order]))
     assert not same(value(name, z1, z2[order]))
-    assert same(value(name, z1 @ rotation, z2 @ rotation)) == (name not in KNOW_DIMENSIONS)
+    assert same(value(name, z1 @ rotation, z2 @ rotation)) == (name not in NOT_ROTATION_INVARIANT)
     assert same(value(name, z1 * sign, z2 * sign)) == (name not in ("vicreg-exp", "vicreg-ctr"))
     assert same(value(name, z1 + 3, z2 + 3)) == name.startswith(("vicreg", "barlow"))
     assert same(value(name, z2, z1))
@@ -247,13 +297,44 @@ def test_logsumexp_of_small_covariances_is_a_weak_covariance_term(n, d, tau):
     assert abs(remainder + second) > 0.9 * abs(second)
 
 
+@pytest.mark.parametrize("tau", [0.1, 0.5])
+@pytest.mark.parametrize("d", [128, 2048])
+def test_collapse_to_one_dimension_costs_log_cosh(d, tau):
+    """A dimension of variance 1, copied to all with either sign: c_exp is log(cosh(1 / tau)) above that of no
+    correlation, whatever d, while c is d - 1."""
+    x = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64) * math.sqrt(3 / 4)
+    K = x[:, None] * torch.tensor([1.0, -1.0]).repeat(d // 2)
+    excess = logsumexp_term(K, tau).item() - math.log(d - 1)
+    assert excess == pytest.approx(math.log(math.cosh(1 / tau)), abs=1.1 / (d - 1))
+    assert covariance_term(K).item() == pytest.approx(d - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("constant", [0.0, 0.1, 100.3])
+def test_a_constant_dimension_stays_0_when_standardised(dtype, constant):
+    """As if it were not there, but that the others are scaled to the norm sqrt(2N / D) of one dimension more."""
+    z1, z2 = (z.to(dtype).requires_grad_() for z in views(16, 7))
+    column = torch.full((16, 1), constant, dtype=dtype)
+    wide = [torch.cat([z, column], 1) for z in (z1, z2)]
+    for repulsion, decoupled in (("cos", False), ("abs", True)):
+        found = simclr_loss(*wide, 0.3, repulsion, decoupled, "standardize")
+        expected = simclr_loss(z1, z2, 0.3 * 8 / 7, repulsion, decoupled, "standardize")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        gradients = torch.autograd.grad(found, (z1, z2)), torch.autograd.grad(expected, (z1, z2))
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", vicreg_variants.METHODS)
 def test_half_precision_is_computed_in_float32(name):
     z1, z2 = (z.bfloat16() for z in views(32, 8))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = value(name, z1, z2)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, value(name, z1.float(), z2.float()), rtol=1e-3, atol=0)
+    torch.testing.assert_close(loss, value(name, z1.float(), z2.float()), rtol=2e-5, atol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        criteria = contrastive_criterion(z1), noncontrastive_criterion(z1)
+    assert criteria[0].item() == pytest.approx(contrastive_criterion(z1.double()).item(), rel=1e-5)
+    assert criteria[1].item() == pytest.approx(noncontrastive_criterion(z1.double()).item(), rel=1e-5)
 
 
 def test_one_sample_is_refused():
@@ -261,7 +342,12 @@ def test_one_sample_is_refused():
     for loss in (vicreg_loss, vicreg_exp_loss):
         with pytest.raises(ValueError, match="2 samples"):
             loss(z, z)
-    for name, z in (("vicreg-ctr", torch.randn(1, 4)), ("vicreg-exp", torch.randn(4, 1)), ("dcl", z)):
+    for name, z in (
+        ("vicreg-ctr", torch.randn(1, 4)),
+        ("vicreg-exp", torch.randn(4, 1)),
+        ("dcl", z),
+        ("spectral", z),
+    ):
         with pytest.raises(ValueError):
             value(name, z, z)
     with pytest.raises(ValueError):
@@ -315,3 +401,46 @@ def test_measures():
     assert found["rankme_embeddings"] <= 8 < found["rankme"] <= 16
     u = F.normalize(z, dim=1)
     assert found["Lnc"] + u.norm(dim=0).pow(4).sum().item() == pytest.approx(found["Lc"] + 64, rel=1e-4)
+
+
+def test_projector_ends_in_a_plain_layer():
+    """BatchNorm and ReLU between layers, no bias anywhere, nothing after the last."""
+    kinds = [type(layer).__name__ for layer in vicreg_variants.mlp([5, 4, 3, 2])]
+    assert kinds == ["Linear", "BatchNorm1d", "ReLU", "Linear", "BatchNorm1d", "ReLU", "Linear"]
+    assert all(layer.bias is None for layer in vicreg_variants.mlp([5, 4, 3, 2])[::3])
+
+
+def test_pictures():
+    z1, z2 = torch.randn(7, 5), torch.randn(7, 5)
+    cosines, correlations = vicreg_variants.picture(z1, z2)
+    assert cosines[2, 4] == pytest.approx(F.cosine_similarity(z1[2], z2[4], dim=0).item(), abs=1e-6)
+    expected = np.corrcoef(z1[:, 1].numpy(), z2[:, 3].numpy())[0, 1]
+    assert correlations[1, 3] == pytest.approx(expected, abs=1e-5)
+
+
+def drawn(picture, colour):
+    """Height, 0 to 1, of the topmost pixel of a colour in each column of a chart, nan where there is none."""
+    found = (picture[:, 8:-8, 8:-8] - torch.tensor(colour)[:, None, None]).abs().amax(0) < 0.02
+    return np.where(found.any(0), 1 - found.float().argmax(0).numpy() / 239, np.nan)
+
+
+BLUE, LIGHT_BLUE = (0.1, 0.1, 0.5), (0.2, 0.5, 0.8)
+
+
+def test_spectrum_picture():
+    """Four dimensions whose variances are 1, 1e-2, 1e-4 and 1e-6: steps of 2 decades of the 8. Samples on two
+    axes: cosines -1, 0 and 1."""
+    signs = torch.tensor([[a, b, a * b, c] for a in (1.0, -1) for b in (1, -1) for c in (1, -1)])
+    left = vicreg_variants.spectrum_picture(signs * torch.tensor([1, 1e-1, 1e-2, 1e-3]))[:, :, :376]
+    heights = drawn(left, BLUE)
+    for i, wanted in enumerate((1, 0.75, 0.5, 0.25)):
+        assert heights[90 * i + 45] == pytest.approx(wanted, abs=0.01)
+    collapsed = vicreg_variants.spectrum_picture(torch.ones(8, 4))[:, :, :376]
+    assert np.nanmax(drawn(collapsed, BLUE)) < 0.02
+
+    z = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0], [0, 1], [0, -1]])
+    right = vicreg_variants.spectrum_picture(z)[:, :, 376:]
+    cosines, correlations = drawn(right, BLUE), drawn(right, LIGHT_BLUE)
+    assert cosines[0] == pytest.approx(10 / 16, abs=0.01)  # of 30 pairs 16 at 0, 10 at -1, 4 at 1
+    assert cosines[-2] == pytest.approx(4 / 16, abs=0.01)
+    assert correlations[180] == pytest.approx(1, abs=0.01) and np.nanmax(correlations[10:170]) < 0.02
