@@ -66,7 +66,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
     common.add_run_args(parser)
     simclr = parser.parse_known_args(argv)[0].method == "simclr"
-    args = common.parse_run_args(parser, {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES, argv)
+    recipes = {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES
+    args = common.parse_run_args(parser, recipes, argv)
     args.tau = TAU.get(args.method, 0.15) if args.tau is None else args.tau
     args.cov_weight = COV_WEIGHT.get(args.method, 1.0) if args.cov_weight is None else args.cov_weight
     return args
@@ -128,8 +129,8 @@ def vicreg_exp_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight
 
 def vicreg_ctr_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: float = 25.0,
                     cov_weight: float = 1.0, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
-    """VICReg-ctr, Eq. 13: VICReg-exp of the transposed embeddings, so that samples repel each other. ValueError
-    for N = 1 or D = 1."""
+    """VICReg-ctr, Eq. 13: VICReg-exp of the transposed embeddings, so that samples repel each other.
+    ValueError for N = 1 or D = 1."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = full_precision(z1, z2)
         K1, K2 = (z1 - z1.mean(0)).T, (z2 - z2.mean(0)).T  # (D, N), Table 1
@@ -155,7 +156,8 @@ def simclr_loss(z1: Tensor, z2: Tensor, tau: float = 0.15, repulsion: str = "cos
         rounding = 10 * torch.finfo(z.dtype).eps * z.norm(dim=0)  # what centring leaves of a constant
         z = z if normalize == "embeddings" else z - z.mean(0)
         if normalize == "standardize":
-            u = F.normalize(z, dim=0).masked_fill(z.norm(dim=0) <= rounding, 0) * math.sqrt(2 * n / z.shape[1])
+            u = F.normalize(z, dim=0).masked_fill(z.norm(dim=0) <= rounding, 0)
+            u = u * math.sqrt(2 * n / z.shape[1])
         else:
             u = F.normalize(z, dim=1)
         attraction = (u[:n] * u[n:]).sum(1).mean() / tau
@@ -170,7 +172,8 @@ def simclr_loss(z1: Tensor, z2: Tensor, tau: float = 0.15, repulsion: str = "cos
 
 def spectral_loss(z1: Tensor, z2: Tensor, radius: float = 1.0) -> Tensor:
     """Spectral contrastive loss (HaoChen et al., arXiv 2106.04156) of embeddings (N, D):
-    -2 mean_i u1_i.u2_i + mean_{i != j} (u1_i.u2_j)^2, u rows scaled to norm sqrt(radius). ValueError: N = 1."""
+    -2 mean_i u1_i.u2_i + mean_{i != j} (u1_i.u2_j)^2, u rows scaled to norm sqrt(radius). ValueError for
+    N = 1."""
     if len(z1) < 2:
         raise ValueError("the spectral loss takes at least 2 samples")
     with torch.autocast(z1.device.type, enabled=False):

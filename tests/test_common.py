@@ -1020,7 +1020,7 @@ def test_features_are_a_plain_loop(kind, large):
 
 @pytest.mark.parametrize("sizes", [(48,), (16, 12), (512, 128), (600, 3)])
 def test_heatmaps(sizes):
-    """Each enlarged to the largest, 256 to 512 px, or a little more; white, red and blue where they belong."""
+    """Each enlarged to the largest, 256 to 512 px, or a bit more; white, red and blue where they belong."""
     matrices = []
     for n in sizes:
         matrices.append(torch.zeros(n, n))

@@ -312,7 +312,7 @@ def test_collapse_to_one_dimension_costs_log_cosh(d, tau):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("constant", [0.0, 0.1, 100.3])
 def test_a_constant_dimension_stays_0_when_standardised(dtype, constant):
-    """As if it were not there, but that the others are scaled to the norm sqrt(2N / D) of one dimension more."""
+    """As if it were not there, but that the others get the norm sqrt(2N / D) of one dimension more."""
     z1, z2 = (z.to(dtype).requires_grad_() for z in views(16, 7))
     column = torch.full((16, 1), constant, dtype=dtype)
     wide = [torch.cat([z, column], 1) for z in (z1, z2)]
