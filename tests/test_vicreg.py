@@ -193,17 +193,19 @@ def test_methods_of_simclr(name, normalize):
 
 
 def test_defaults():
-    """METHODS' defaults, of the functions, and ours of the command line, which are the same but for the
-    weights of -exp and -ctr."""
+    """METHODS' defaults, of the functions, and ours of the command line, which are the same but for tau
+    and the weights of -exp and -ctr."""
     z1, z2 = views(9, 6)
     slow = slow_vicreg(z1, z2, 0.1, "exp")
     expected = 25 * slow[0] + 25 * slow[1] + slow[2]
     assert vicreg_exp_loss(z1, z2)[0].item() == pytest.approx(expected, rel=1e-10)
-    assert value("vicreg-exp", z1, z2).item() == pytest.approx(expected + 24 * slow[2], rel=1e-10)
+    cov = slow_vicreg(z1, z2, 0.05, "exp")[2]
+    assert value("vicreg-exp", z1, z2).item() == pytest.approx(expected - slow[2] + 25 * cov, rel=1e-10)
     slow = slow_vicreg(z1, z2, 0.1, "ctr")
     expected = 25 * slow[0] + 25 * slow[1] + slow[2]
     assert vicreg_ctr_loss(z1, z2)[0].item() == pytest.approx(expected, rel=1e-10)
-    assert value("vicreg-ctr", z1, z2).item() == pytest.approx(expected + 24 * slow[2], rel=1e-10)
+    cov = slow_vicreg(z1, z2, 0.05, "ctr")[2]
+    assert value("vicreg-ctr", z1, z2).item() == pytest.approx(expected - slow[2] + 25 * cov, rel=1e-10)
     slow = slow_vicreg(z1, z2, 0.1, "vicreg")
     assert value("vicreg", z1, z2).item() == pytest.approx(25 * slow[0] + 25 * slow[1] + slow[2], rel=1e-10)
     assert value("barlow", z1, z2).item() == barlow_loss(z1, z2, lambd=0.0051).item()
