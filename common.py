@@ -139,8 +139,7 @@ def distribute(model: nn.Module, env: SimpleNamespace, compile: bool = False) ->
     """The module to call in the loop: gradients averaged over ranks, BatchNorm synchronised (CUDA only)."""
     if env.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if env.device.type == "cuda" else model
-        # buffers are equal already, but for BatchNorm's on CPUs, which evaluate() takes from rank 0
-        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        model = nn.parallel.DistributedDataParallel(model)
     return torch.compile(model) if compile else model
 
 
@@ -877,7 +876,7 @@ class Run:
     def evaluate(self, final: bool) -> dict:
         """Test accuracy of k-NN (bank: at most 50,000 labelled training images) and of the online probe; at
         the end also of k-NN with the network at initialisation and on pixels."""
-        for buffer in self.model.buffers() if self.env.world_size > 1 else ():
+        for buffer in self.model.buffers() if self.env.world_size > 1 else ():  # BatchNorm's differ on CPUs
             dist.broadcast(buffer, 0)
         keep = (self.train.labels >= 0).nonzero()[:, 0]
         keep, images = keep[::-(-len(keep) // 50000)], self.train.images
