@@ -21,6 +21,7 @@ import torch
 import torchvision
 
 import simtrace
+import vicreg_variants
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [p.name for p in sorted(ROOT.glob("*.py")) if p.name not in ("common.py", "linear_eval.py")]
@@ -481,6 +482,13 @@ METHODS = {
     ),
     "margin_infonce byol": (["--base-lr", "0.3", "--scale", "2", "--framework", "byol"], {"positive_cos"}),
 }
+for loss in [
+    name for name in vicreg_variants.METHODS if name not in ("vicreg", "vicreg-ctr")
+]:  # 4 steps each
+    METHODS[f"vicreg_variants {loss}"] = (
+        ["--base-lr", "0.3", "--limit-images", "64", "--method", loss],
+        {"Lc", "Lnc"},
+    )
 
 
 def test_every_script_has_its_cases():
@@ -552,7 +560,9 @@ def test_two_processes_train_as_one(tmp_path, method):
     assert one.keys() == two.keys()
     for name in one:
         if name not in ("0.running_mean", "0.running_var", "1.weight", "1.bias"):  # the probe has a BatchNorm
-            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-5, msg=name)
+            # barlow does not see a shift, so the gradient of the bias, the third parameter, is rounding alone
+            atol = 1e-4 if (method.split()[-1], name) == ("barlow", "2.momentum_buffer") else 1e-5
+            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=atol, msg=name)
     for row, other in zip(log(tmp_path / "1"), log(tmp_path / "2"), strict=True):
         for name in {"loss", *METHODS[method][1]} - {"same_class", "rankme"}:  # these are of rank 0's rows
             assert row[name] == pytest.approx(other[name], rel=1e-4), name
