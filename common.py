@@ -562,7 +562,7 @@ def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> fl
 def rankme(x: Tensor) -> float:
     """Effective rank of features (N, D), 1 to min(N, D): exp(-sum p log p), p = singular values over their
     sum (Garrido et al., arXiv 2210.02885)."""
-    s = torch.linalg.svdvals(x.double())
+    s = torch.linalg.svdvals((x.cpu() if x.is_mps else x).double())  # mps has no float64
     p = s / s.sum()
     return torch.special.entr(p).sum().exp().item()
 

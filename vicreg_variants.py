@@ -287,11 +287,11 @@ def spectrum_picture(z: Tensor) -> Tensor:
 
 
 def measures(z: Tensor, h: Tensor) -> dict[str, float]:
-    """Of the epoch's last batch: both criteria of the normalised embeddings and their rank, of all processes,
-    and the rank of the first process's representations."""
+    """Of the epoch's last batch: both criteria of the normalised embeddings z (N, D), their rank and that of
+    the representations h (2N, feature_dim)."""
     u = F.normalize(z, dim=1)
     return {"Lc": contrastive_criterion(u).item(), "Lnc": noncontrastive_criterion(u).item(),
-            "rankme_embeddings": common.rankme(z), "rankme": common.rankme(h.float())}
+            "rankme_embeddings": common.rankme(z), "rankme": common.rankme(h)}
 
 
 def main(args):
@@ -323,7 +323,7 @@ def main(args):
             loss.backward()
             optimizer.step()
             run.log(lr, loss, terms, z1, h, y)
-        run.end_epoch(epoch, measures(z1.detach(), h.detach()))
+        run.end_epoch(epoch, measures(z1.detach(), common.gather(h.detach().float())))
         common.on_rank0(lambda: run.draw("spectrum.png", spectrum_picture(z1.detach())), env)
 
 
