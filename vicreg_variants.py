@@ -51,6 +51,7 @@ RECIPES = {
     "imagenet100": IMAGENET, "imagenet": IMAGENET, "folder": dict(CIFAR, epochs=200)}
 TAU = {"vicreg-exp": 0.05, "vicreg-ctr": 0.05}  # ours; the others' 0.15 is the paper's for SimCLR
 COV_WEIGHT = {"vicreg-exp": 25.0, "vicreg-ctr": 25.0}  # ours; 1 elsewhere
+SIM_WEIGHT = {"tcr": 1.0}  # ours; 25 elsewhere
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -58,17 +59,20 @@ def parse_args(argv=None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--method", choices=tuple(METHODS), default="vicreg")
-    add("--sim-weight", type=common.rate, default=25.0, help="of the mse (vicreg, -exp, -ctr)")
+    add("--sim-weight", type=common.rate, help="of the mse (25), of tcr's 1 - cos (ours: 1)")
     add("--var-weight", type=common.rate, default=25.0, help="of the variance term")
     add("--cov-weight", type=common.rate, help="of the covariance term (1; ours: -exp and -ctr 25)")
     add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp and -ctr 0.05)")
     add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
+    add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal")
+    add("--radius", type=common.positive, default=1.0, help="of spectral: the squared norm of its rows")
     common.add_run_args(parser)
     simclr = parser.parse_known_args(argv)[0].method == "simclr"
     recipes = {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES
     args = common.parse_run_args(parser, recipes, argv)
     args.tau = TAU.get(args.method, 0.15) if args.tau is None else args.tau
+    args.sim_weight = SIM_WEIGHT.get(args.method, 25.0) if args.sim_weight is None else args.sim_weight
     args.cov_weight = COV_WEIGHT.get(args.method, 1.0) if args.cov_weight is None else args.cov_weight
     return args
 
@@ -76,6 +80,19 @@ def parse_args(argv=None) -> argparse.Namespace:
 def full_precision(*tensors: Tensor) -> list[Tensor]:
     """float32, or float64 if it was that."""
     return [z if z.dtype == torch.float64 else z.float() for z in tensors]
+
+
+def fill_diagonal(M: Tensor, value: float) -> Tensor:
+    """M, its diagonal overwritten unseen by autograd, which would copy M: for values at which the gradient
+    is 0, as 0 under a square and -inf under exp."""
+    M.detach().fill_diagonal_(value)
+    return M
+
+
+def logsumexp(S: Tensor) -> Tensor:
+    """S.logsumexp(1) of a matrix S that nothing else needs: it is overwritten, not copied."""
+    top = S.detach().amax(1, keepdim=True)
+    return S.sub_(top).exp_().sum(1).log() + top.squeeze(1)
 
 
 def variance_term(K: Tensor) -> Tensor:
@@ -88,8 +105,7 @@ def variance_term(K: Tensor) -> Tensor:
 def covariance_term(K: Tensor) -> Tensor:
     """c(K), of K (n, d)."""
     K = (K - K.mean(0)) / math.sqrt(len(K) - 1)
-    C = K.T @ K  # (d, d)
-    return (C.square().sum() - C.diagonal().square().sum()) / len(C)
+    return fill_diagonal(K.T @ K, 0.0).square().sum() / K.shape[1]  # the matrix: (d, d)
 
 
 def logsumexp_term(K: Tensor, tau: float) -> Tensor:
@@ -97,8 +113,7 @@ def logsumexp_term(K: Tensor, tau: float) -> Tensor:
     if K.shape[1] < 2:
         raise ValueError("a covariance takes at least 2 dimensions (vicreg-ctr: 2 samples)")
     K = (K - K.mean(0)) / math.sqrt((len(K) - 1) * tau)
-    C = K.T @ K  # C(K) / tau (d, d), the only matrix of this size that is kept
-    return C.fill_diagonal_(-math.inf).logsumexp(1).mean()
+    return logsumexp(fill_diagonal(K.T @ K, -math.inf)).mean()  # of C(K) / tau, (d, d)
 
 
 def weigh(sim: Tensor, var: Tensor, cov: Tensor, weights) -> tuple[Tensor, dict[str, Tensor]]:
@@ -163,12 +178,12 @@ def simclr_loss(z1: Tensor, z2: Tensor, tau: float = 0.15, repulsion: str = "cos
             u = F.normalize(z, dim=1)
         attraction = (u[:n] * u[n:]).sum(1).mean() / tau
         S = u @ u.T if repulsion != "cos" else (u / tau) @ u.T  # (2N, 2N)
-        S = S.square() / tau if repulsion == "sq" else S.abs() / tau if repulsion == "abs" else S
-        S.fill_diagonal_(-math.inf)
+        S = S.square().div_(tau) if repulsion == "sq" else S.abs().div_(tau) if repulsion == "abs" else S
+        fill_diagonal(S, -math.inf)
         if decoupled:
-            S.diagonal(n).fill_(-math.inf)
-            S.diagonal(-n).fill_(-math.inf)
-        return S.logsumexp(1).mean() - attraction
+            fill_diagonal(S[:n, n:], -math.inf)
+            fill_diagonal(S[n:, :n], -math.inf)
+        return logsumexp(S).mean() - attraction
 
 
 def spectral_loss(z1: Tensor, z2: Tensor, radius: float = 1.0) -> Tensor:
@@ -179,9 +194,8 @@ def spectral_loss(z1: Tensor, z2: Tensor, radius: float = 1.0) -> Tensor:
         raise ValueError("the spectral loss takes at least 2 samples")
     with torch.autocast(z1.device.type, enabled=False):
         u1, u2 = (math.sqrt(radius) * F.normalize(z, dim=1) for z in full_precision(z1, z2))
-        S, n = u1 @ u2.T, len(u1)  # (N, N)
-        off = S.square().sum() - S.diagonal().square().sum()
-        return -2 * S.diagonal().mean() + off / (n * (n - 1))
+        n, off = len(u1), fill_diagonal(u1 @ u2.T, 0.0).square().sum()  # the matrix: (N, N)
+        return -2 * (u1 * u2).sum(1).mean() + off / (n * (n - 1))
 
 
 def barlow_loss(z1: Tensor, z2: Tensor, lambd: float = 0.0051) -> Tensor:
@@ -189,10 +203,8 @@ def barlow_loss(z1: Tensor, z2: Tensor, lambd: float = 0.0051) -> Tensor:
     sum_{i != j} C_ij^2, C the cross-correlation of the dimensions, each normalised as by BatchNorm."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() for z in full_precision(z1, z2))
-        C = z1.T @ z2 / len(z1)  # (D, D)
-        diagonal = C.diagonal()
-        off = C.square().sum() - diagonal.square().sum()
-        return (1 - diagonal).square().sum() + lambd * off
+        off = fill_diagonal(z1.T @ (z2 / len(z2)), 0.0).square().sum()  # the matrix: (D, D)
+        return (1 - (z1 * z2).mean(0)).square().sum() + lambd * off
 
 
 def tcr_loss(z1: Tensor, z2: Tensor, eps: float = 0.5, sim_weight: float = 1.0) -> Tensor:
@@ -213,8 +225,7 @@ def contrastive_criterion(z: Tensor) -> Tensor:
     """Lc = sum_{i != j} (z_i.z_j)^2 over the rows of z (N, D)."""
     with torch.autocast(z.device.type, enabled=False):
         (z,) = full_precision(z)
-        G = z @ z.T  # (N, N)
-        return G.square().sum() - G.diagonal().square().sum()
+        return fill_diagonal(z @ z.T, 0.0).square().sum()  # the matrix: (N, N)
 
 
 def noncontrastive_criterion(z: Tensor) -> Tensor:
@@ -237,9 +248,9 @@ METHODS = {  # embeddings -> loss, terms
     "simclr": simclr_variant("cos", False), "simclr-sq": simclr_variant("sq", False),
     "simclr-abs": simclr_variant("abs", False), "dcl": simclr_variant("cos", True),
     "dcl-sq": simclr_variant("sq", True), "dcl-abs": simclr_variant("abs", True),
-    "spectral": lambda z1, z2, args: (spectral_loss(z1, z2), {}),
-    "barlow": lambda z1, z2, args: (barlow_loss(z1, z2), {}),
-    "tcr": lambda z1, z2, args: (tcr_loss(z1, z2), {})}
+    "spectral": lambda z1, z2, args: (spectral_loss(z1, z2, args.radius), {}),
+    "barlow": lambda z1, z2, args: (barlow_loss(z1, z2, args.lambd), {}),
+    "tcr": lambda z1, z2, args: (tcr_loss(z1, z2, sim_weight=args.sim_weight), {})}
 
 
 def mlp(widths: list[int]) -> nn.Sequential:

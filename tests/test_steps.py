@@ -235,9 +235,9 @@ PURE = {
     "vicreg_variants --method dcl-abs --normalize center": lambda s, a, b: s.simclr_loss(
         a, b, 0.15, "abs", True, "center"
     ),
-    "vicreg_variants --method spectral": lambda s, a, b: s.spectral_loss(a, b),
-    "vicreg_variants --method barlow": lambda s, a, b: s.barlow_loss(a, b),
-    "vicreg_variants --method tcr": lambda s, a, b: s.tcr_loss(a, b),
+    "vicreg_variants --method spectral --radius 3": lambda s, a, b: s.spectral_loss(a, b, 3),
+    "vicreg_variants --method barlow --lambd 0.2": lambda s, a, b: s.barlow_loss(a, b, 0.2),
+    "vicreg_variants --method tcr --sim-weight 7": lambda s, a, b: s.tcr_loss(a, b, 0.5, 7),
 }
 
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 import vicreg_variants
 from vicreg_variants import (
     barlow_loss,
@@ -309,6 +312,39 @@ def test_collapse_to_one_dimension_costs_log_cosh(d, tau):
     excess = logsumexp_term(K, tau).item() - math.log(d - 1)
     assert excess == pytest.approx(math.log(math.cosh(1 / tau)), abs=1.1 / (d - 1))
     assert covariance_term(K).item() == pytest.approx(d - 1)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the tensors of `numel` numbers or more that operations make: no views, no in-place results."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [[t for t in tree_leaves(v) if torch.is_tensor(t)] for v in (args, out)]
+        old, new = (
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in ts} for ts in tensors
+        )
+        self.count += sum(size >= 4 * self.numel for storage, size in new.items() if storage not in old)
+        return out
+
+
+@pytest.mark.parametrize(
+    "name, n, d, matrices",
+    [("vicreg-exp", 4, 64, 2), ("vicreg-ctr", 64, 4, 2), ("simclr", 64, 4, 1), ("dcl", 64, 4, 1)],
+)
+def test_logsumexp_keeps_the_matrix_and_nothing_of_its_size(name, n, d, matrices):
+    """The product makes each of the matrices, the backward pass its gradient, and that is all."""
+    args = vicreg_variants.parse_args(["--method", name])
+    z1, z2 = (torch.randn(n, d, requires_grad=True) for _ in "12")
+    side = (2 if matrices == 1 else 1) * max(n, d)
+    with Allocations(side * side) as made:
+        loss = vicreg_variants.METHODS[name](z1, z2, args)[0]
+        forward = made.count
+        loss.backward()
+    assert (forward, made.count - forward) == (matrices, matrices)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
