@@ -15,7 +15,7 @@ non-contrastive self-supervised learning", arXiv 2206.02574.
     spectral, barlow, tcr: beside their functions
 
 The variance term is halved, as in VICReg's released code; VICReg's paper adds the two views'. Ours, not the
-paper's: tau and the weights of vicreg-exp and vicreg-ctr, all recipes but imagenet's.
+paper's: tau and the weights of vicreg-exp and vicreg-ctr, tcr's weight, all recipes but imagenet's.
 
 Why tau 0.5 and weights 25, 25, 1 collapse: embeddings of one dimension, copied to all with either sign, cost
 log cosh(1 / tau) = 1.3 more of c_exp than decorrelated ones, whatever d, where c is d - 1, 2047 at d = 2048.
@@ -51,7 +51,7 @@ RECIPES = {
     "imagenet100": IMAGENET, "imagenet": IMAGENET, "folder": dict(CIFAR, epochs=200)}
 TAU = {"vicreg-exp": 0.05, "vicreg-ctr": 0.05}  # ours; the others' 0.15 is the paper's for SimCLR
 COV_WEIGHT = {"vicreg-exp": 25.0, "vicreg-ctr": 25.0}  # ours; 1 elsewhere
-SIM_WEIGHT = {"tcr": 1.0}  # ours; 25 elsewhere
+SIM_WEIGHT = {"tcr": 50.0}  # ours: with 1 it spreads views apart too; 25 elsewhere
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -59,7 +59,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--method", choices=tuple(METHODS), default="vicreg")
-    add("--sim-weight", type=common.rate, help="of the mse (25), of tcr's 1 - cos (ours: 1)")
+    add("--sim-weight", type=common.rate, help="of the mse (25), of tcr's 1 - cos (ours: 50)")
     add("--var-weight", type=common.rate, default=25.0, help="of the variance term")
     add("--cov-weight", type=common.rate, help="of the covariance term (1; ours: -exp and -ctr 25)")
     add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp and -ctr 0.05)")

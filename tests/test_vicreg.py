@@ -197,7 +197,7 @@ def test_methods_of_simclr(name, normalize):
 
 def test_defaults():
     """METHODS' defaults, of the functions, and ours of the command line, which are the same but for tau
-    and the weights of -exp and -ctr."""
+    and the weights of -exp and -ctr, and the weight of tcr."""
     z1, z2 = views(9, 6)
     slow = slow_vicreg(z1, z2, 0.1, "exp")
     expected = 25 * slow[0] + 25 * slow[1] + slow[2]
@@ -212,7 +212,8 @@ def test_defaults():
     slow = slow_vicreg(z1, z2, 0.1, "vicreg")
     assert value("vicreg", z1, z2).item() == pytest.approx(25 * slow[0] + 25 * slow[1] + slow[2], rel=1e-10)
     assert value("barlow", z1, z2).item() == barlow_loss(z1, z2, lambd=0.0051).item()
-    assert value("tcr", z1, z2).item() == tcr_loss(z1, z2, eps=0.5, sim_weight=1.0).item()
+    assert tcr_loss(z1, z2).item() == tcr_loss(z1, z2, eps=0.5, sim_weight=1.0).item()
+    assert value("tcr", z1, z2).item() == tcr_loss(z1, z2, sim_weight=50.0).item()
     assert value("spectral", z1, z2).item() == spectral_loss(z1, z2, radius=1.0).item()
     for method in SIMCLR:
         assert vicreg_variants.parse_args(["--method", method]).tau == 0.15
