@@ -85,7 +85,7 @@ def full_precision(*tensors: Tensor) -> list[Tensor]:
 def fill_diagonal(M: Tensor, value: float) -> Tensor:
     """M, its diagonal overwritten unseen by autograd, which would copy M: for values at which the gradient
     is 0, as 0 under a square and -inf under exp."""
-    M.detach().fill_diagonal_(value)
+    M.detach().diagonal().fill_(value)
     return M
 
 

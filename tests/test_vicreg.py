@@ -315,6 +315,23 @@ def test_collapse_to_one_dimension_costs_log_cosh(d, tau):
     assert covariance_term(K).item() == pytest.approx(d - 1)
 
 
+@pytest.mark.parametrize("name", vicreg_variants.METHODS)
+def test_losses_survive_compilation_and_functional_gradients(name):
+    """What a loss does in place, PyTorch's compiler and torch.func see, for those who copy it out."""
+    args = vicreg_variants.parse_args(["--method", name])
+    z1, z2 = views(9, 5)
+    x = z1.clone().requires_grad_()
+    vicreg_variants.METHODS[name](x, z2, args)[0].backward()
+    torch._dynamo.reset()
+    y = z1.clone().requires_grad_()
+    torch.compile(lambda a, b: vicreg_variants.METHODS[name](a, b, args)[0], backend="aot_eager")(
+        y, z2
+    ).backward()
+    found = torch.func.grad(lambda a: vicreg_variants.METHODS[name](a, z2, args)[0])(z1)
+    for gradient in (y.grad, found):
+        torch.testing.assert_close(gradient, x.grad, rtol=1e-9, atol=1e-12)
+
+
 class Allocations(TorchDispatchMode):
     """Counts the tensors of `numel` numbers or more that operations make: no views, no in-place results."""
 
