@@ -65,8 +65,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp and -ctr 0.05)")
     add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
-    add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal")
-    add("--radius", type=common.positive, default=1.0, help="of spectral: the squared norm of its rows")
+    add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal (its paper's)")
+    add("--radius", type=common.positive, default=1.0, help="of spectral: the rows' squared norm (1: unit rows)")
     common.add_run_args(parser)
     simclr = parser.parse_known_args(argv)[0].method == "simclr"
     recipes = {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES
@@ -105,7 +105,7 @@ def variance_term(K: Tensor) -> Tensor:
 def covariance_term(K: Tensor) -> Tensor:
     """c(K), of K (n, d)."""
     K = (K - K.mean(0)) / math.sqrt(len(K) - 1)
-    return fill_diagonal(K.T @ K, 0.0).square().sum() / K.shape[1]  # the matrix: (d, d)
+    return fill_diagonal(K.T @ K, 0.0).square().sum() / K.shape[1]  # C off its diagonal, (d, d)
 
 
 def logsumexp_term(K: Tensor, tau: float) -> Tensor:
@@ -194,7 +194,7 @@ def spectral_loss(z1: Tensor, z2: Tensor, radius: float = 1.0) -> Tensor:
         raise ValueError("the spectral loss takes at least 2 samples")
     with torch.autocast(z1.device.type, enabled=False):
         u1, u2 = (math.sqrt(radius) * F.normalize(z, dim=1) for z in full_precision(z1, z2))
-        n, off = len(u1), fill_diagonal(u1 @ u2.T, 0.0).square().sum()  # the matrix: (N, N)
+        n, off = len(u1), fill_diagonal(u1 @ u2.T, 0.0).square().sum()  # of (N, N)
         return -2 * (u1 * u2).sum(1).mean() + off / (n * (n - 1))
 
 
@@ -203,7 +203,7 @@ def barlow_loss(z1: Tensor, z2: Tensor, lambd: float = 0.0051) -> Tensor:
     sum_{i != j} C_ij^2, C the cross-correlation of the dimensions, each normalised as by BatchNorm."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() for z in full_precision(z1, z2))
-        off = fill_diagonal(z1.T @ (z2 / len(z2)), 0.0).square().sum()  # the matrix: (D, D)
+        off = fill_diagonal(z1.T @ (z2 / len(z2)), 0.0).square().sum()  # C off its diagonal, (D, D)
         return (1 - (z1 * z2).mean(0)).square().sum() + lambd * off
 
 
@@ -225,7 +225,7 @@ def contrastive_criterion(z: Tensor) -> Tensor:
     """Lc = sum_{i != j} (z_i.z_j)^2 over the rows of z (N, D)."""
     with torch.autocast(z.device.type, enabled=False):
         (z,) = full_precision(z)
-        return fill_diagonal(z @ z.T, 0.0).square().sum()  # the matrix: (N, N)
+        return fill_diagonal(z @ z.T, 0.0).square().sum()  # of (N, N)
 
 
 def noncontrastive_criterion(z: Tensor) -> Tensor:
