@@ -65,8 +65,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp and -ctr 0.05)")
     add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
-    add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal (its paper's)")
-    add("--radius", type=common.positive, default=1.0, help="of spectral: the rows' squared norm (1: unit rows)")
+    add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal (paper's)")
+    add("--radius", type=common.positive, default=1.0, help="of spectral: the rows' squared norm")
     common.add_run_args(parser)
     simclr = parser.parse_known_args(argv)[0].method == "simclr"
     recipes = {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES
