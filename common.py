@@ -4,8 +4,11 @@ learning rate, augmentation, data sets, k-NN, checkpoints, the run folder.
 Nothing here knows a method: losses, projectors, recipes and the training loop are in the scripts. Each
 function can be copied out with the imports it uses.
 """
+import argparse
 import atexit
+import contextlib
 import copy
+import errno
 import hashlib
 import json
 import math
@@ -17,13 +20,14 @@ import socket
 import sys
 import time
 from collections import OrderedDict, namedtuple
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torchvision import datasets, utils
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -31,20 +35,33 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 
+def say(text, file=None):
+    """Print a line, to whoever still listens: the terminal may have hung up."""
+    with contextlib.suppress(OSError):
+        print(" ".join(str(text).splitlines()), file=file, flush=True)
+
+
 def fail(message, status: int = 1):
     """Exit with `status` after one line on stderr (rank 0): for what every rank sees alike."""
     if os.environ.get("RANK", "0") == "0":
-        print("error:", str(message).replace("\n", " "), file=sys.stderr, flush=True)
+        say(f"error: {message}", sys.stderr)
     raise SystemExit(status)
 
 
 def init_distributed(device: str = "auto") -> SimpleNamespace:
     """Join torchrun's process group, if there is one. Returns `.rank .world_size .device`.
 
-    Status 2 for a device that is not there. CUDA tensors travel by nccl, CPU tensors by gloo."""
-    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in
-                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    Status 2 for a device that is not there, or half a launcher. CUDA tensors travel by nccl, CPU tensors by
+    gloo."""
+    rank, world_size, local_rank, here = (
+        int(text) if (text := os.environ.get(name, "")).isdecimal() else default
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 0)))
+    here = here or world_size
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if rank >= world_size or world_size > 1 and missing:
+        os.environ.pop("RANK", None)  # so that this process speaks
+        fail(f"WORLD_SIZE {world_size}, RANK {rank}, no {', '.join(missing) or 'sense'}: half a launcher; "
+             "start with torchrun or unset them", 2)
     count = {"cpu": here, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if device == "auto":
         device = "cuda" if count["cuda"] else "mps" if count["mps"] and world_size == 1 else "cpu"
@@ -62,6 +79,11 @@ def init_distributed(device: str = "auto") -> SimpleNamespace:
         lost = world_size > 1 and re.search("[Cc]onnection|Broken pipe|recvValue", str(error))
         if kind is KeyboardInterrupt:
             sys.stderr.write("stopped; the same command starts again\n" if rank == 0 else "")
+        elif kind is Fault:
+            say(f"error: {error}", sys.stderr) if rank == 0 else None
+        elif isinstance(error, MemoryError) or re.search("out of memory|allocate memory|DataLoader worker",
+                                                         str(error)):
+            say(f"error: out of memory? {error} Try a lower --batch-size, --width or --workers", sys.stderr)
         elif not lost:  # a process whose peer has died leaves quietly: the peer said why
             sys.__excepthook__(kind, error, trace)
         if world_size > 1 or kind is KeyboardInterrupt:  # no waiting for the others on the way out
@@ -81,6 +103,33 @@ def on_rank0(function, env: SimpleNamespace, hint: str = ""):
     if env.world_size > 1:
         dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
     return fail(message[0]) if message[0] else value
+
+
+class Fault(Exception):
+    """A failure on one rank or more, of which all ranks know."""
+
+
+@contextlib.contextmanager
+def together(env: SimpleNamespace):
+    """For work without collectives: what it raises on one rank becomes a Fault on all, and none waits."""
+    faults = [None]
+    try:
+        yield
+    except Exception as error:  # out of memory, an unreadable file, a matrix that does not converge, ...
+        faults = [" ".join(str(error).split()) or repr(error)]
+    if env.world_size > 1:
+        faults, own = [None] * env.world_size, faults[0]
+        dist.all_gather_object(faults, own)
+    if any(faults):
+        raise Fault(next(filter(None, faults)))
+
+
+def largest(number: int, env: SimpleNamespace) -> int:
+    """Of the ranks' numbers, by gloo between the hosts: no device waits."""
+    number = torch.tensor(int(number))
+    if env.world_size > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
 
 
 class _Gather(torch.autograd.Function):
@@ -140,6 +189,9 @@ def distribute(model: nn.Module, env: SimpleNamespace, compile: bool = False) ->
     if env.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if env.device.type == "cuda" else model
         model = nn.parallel.DistributedDataParallel(model)
+        # at each step: the ranks' queues are equal by themselves, and BatchNorm's buffers are only read by
+        # evaluations, which send them; as an argument, newer versions of torch warn of it
+        model.broadcast_buffers = False
     return torch.compile(model) if compile else model
 
 
@@ -477,14 +529,17 @@ class ImageFiles:
         return [v2.functional.pil_to_tensor(view(image)) for view in views], key[1], ""
 
 
-def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespace):
-    """Yield (list of uint8 view batches on the device, index) for each list of (seed, index) keys."""
+def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespace, ends: bool = True):
+    """Yield (list of uint8 view batches on the device, index) for each list of (seed, index) keys. An
+    unreadable file ends the program, or else is an OSError."""
     loader = torch.utils.data.DataLoader(
         ImageFiles(data.images, data.image_size, crops), batch_sampler=keys,
         num_workers=min(workers, os.cpu_count()), pin_memory=env.device.type == "cuda")
     for views, index, errors in loader:
+        if any(errors) and not ends:
+            raise OSError(next(filter(None, errors)))
         if any(errors):  # this rank alone knows
-            print("error:", next(filter(None, errors)), file=sys.stderr, flush=True)
+            say(f"error: {next(filter(None, errors))}", sys.stderr)
             os._exit(1)
         yield [view.to(env.device, non_blocking=True) for view in views], index
 
@@ -513,21 +568,25 @@ def batches(data: Images, epoch: int, batch_size: int, env, seed: int, views, wo
 def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision="auto", workers=0, chunk=500):
     """Backbone features (N, feature_dim) of all images, in order, on every rank; eval mode, centre crop.
 
-    Ranks take whole chunks in turn: the chunks, and the numbers, are the same at every world size."""
+    Ranks take whole chunks in turn: the chunks, and the numbers, are the same at every world size. Fault for
+    an unreadable file, features that are not finite, and whatever else stops a rank."""
     n, size, in_memory = len(data.images), data.image_size, torch.is_tensor(data.images)
     mean, std = (torch.tensor(v, device=env.device).view(3, 1, 1) for v in (data.mean, data.std))
     rows = [range(i, min(i + chunk, n)) for i in range(0, n, chunk)][env.rank::env.world_size]
     source = (([data.images[r.start:r.stop]], r) for r in rows) if in_memory else read_files(
-        data, [[(0, i) for i in r] for r in rows], (), workers, env)
-    training, result = backbone.training, torch.zeros(n, backbone.feature_dim, device=env.device)
-    backbone.eval()
-    for r, ((x,), _) in zip(rows, source):
-        if x.shape[2:] != (size, size):
-            x = v2.functional.center_crop(v2.functional.resize(x, size), size)
-        with autocast(env.device, precision):
-            x = ((x / 255 - mean) / std).to(memory_format=torch.channels_last)
-            result[r.start:r.stop] = backbone(x).float()
-    backbone.train(training)
+        data, [[(0, i) for i in r] for r in rows], (), workers, env, ends=False)
+    with together(env):
+        training, result = backbone.training, torch.zeros(n, backbone.feature_dim, device=env.device)
+        backbone.eval()
+        for r, ((x,), _) in zip(rows, source):
+            if x.shape[2:] != (size, size):
+                x = v2.functional.center_crop(v2.functional.resize(x, size), size)
+            with autocast(env.device, precision):
+                x = ((x / 255 - mean) / std).to(memory_format=torch.channels_last)
+                result[r.start:r.stop] = backbone(x).float()
+        backbone.train(training)
+        if not result.isfinite().all():
+            raise ValueError("the features are not finite")
     if env.world_size > 1:
         dist.all_reduce(result)
     return result
@@ -550,10 +609,11 @@ def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tenso
 
 def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> float:
     """knn_accuracy on env.device, the test rows shared out over the ranks."""
-    x, y = test_x[env.rank::env.world_size], test_y[env.rank::env.world_size].to(env.device)
     hits = torch.tensor(0.0)
-    if len(y):
-        hits += knn_accuracy(train_x, train_y.to(env.device), x, y, **options) * len(y)
+    with together(env):
+        x, y = test_x[env.rank::env.world_size], test_y[env.rank::env.world_size].to(env.device)
+        if len(y):
+            hits += knn_accuracy(train_x, train_y.to(env.device), x, y, **options) * len(y)
     if env.world_size > 1:
         dist.all_reduce(hits)
     return round(hits.item()) / len(test_y)
@@ -623,10 +683,10 @@ def chart(curves: list[Tensor], texts: dict[str, tuple[int, int]], level: float 
         y = (239 * (1 - curve.clamp(0, 1))).round().long().tolist()
         for x, (a, b) in enumerate(zip(y[:-1], y[1:])):
             image[:, min(a, b) : max(a, b) + 2, x : x + 2] = torch.tensor(colour)[:, None, None]
-    boxes = torch.tensor([[left, top, left + 1, top + 1] for left, top in texts.values()])
-    image = utils.draw_bounding_boxes((255 * image).byte(), boxes, list(texts), colors="white",
-                                      label_colors="black")
-    return F.pad(image, (8, 8, 8, 8), value=255) / 255
+    image = v2.functional.to_pil_image(image)
+    for text, place in texts.items():
+        ImageDraw.Draw(image).text(place, text, fill="black")
+    return F.pad(v2.functional.pil_to_tensor(image), (8, 8, 8, 8), value=255) / 255
 
 
 def heatmaps(matrices: list[Tensor]) -> Tensor:
@@ -647,43 +707,35 @@ def add_machine_args(parser):
     parser.error = lambda message: fail(f"{message}; see --help", 2)
     add = parser.add_argument
     add("--data-dir", default="data", help="where the data set is")
-    add("--seed", type=int, default=0, help="of everything random")
+    add("--seed", type=whole, default=0, help="of everything random")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add("--precision", default="auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 where it is faster")
-    add("--workers", type=int, default=4, help="processes that decode large images")
+    add("--workers", type=whole, default=4, help="processes that decode large images")
 
 
-def count(text: str) -> int:
-    """For argparse: 1, 2, ..."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def within(kind, low, high, text: str):
+    """For argparse, as partial(within, int or float, low, high): a number from low to high."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        whole = "whole " if kind is int else ""
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a {whole}number from {low:g} to {high:g}")
+    return value
 
 
-def rate(text: str) -> float:
-    """For argparse: a finite number from 0 on."""
-    if not 0 <= float(text) < math.inf:
-        raise ValueError
-    return float(text)
-
-
-def positive(text: str) -> float:
-    """For argparse: a finite number above 0."""
-    if not 0 < float(text) < math.inf:
-        raise ValueError
-    return float(text)
-
-
-def fraction(text: str) -> float:
-    """For argparse: a number in [0, 1]."""
-    if not 0 <= float(text) <= 1:
-        raise ValueError
-    return float(text)
+count = partial(within, int, 1, 10**7)
+side = partial(within, int, 1, 2**16)
+whole = partial(within, int, 0, 2**63 - 1)
+rate = partial(within, float, 0, 1e30)
+positive = partial(within, float, 1e-30, 1e30)
+fraction = partial(within, float, 0, 1)
 
 
 def layers(text: str) -> str:
     """For argparse: widths, A-B-C."""
-    return "-".join(str(count(width)) for width in text.split("-"))
+    return "-".join(str(side(width)) for width in text.split("-"))
 
 
 def add_run_args(parser):
@@ -692,9 +744,9 @@ def add_run_args(parser):
     add = parser.add_argument
     add("--dataset", default="patterns", choices=DATASETS)
     add("--out", help="run folder (default runs/SCRIPT-DATASET); the same command again goes on there")
-    add("--image-size", type=count, help="pixels the network sees; 64 or less: 3x3 stem")
+    add("--image-size", type=side, help="pixels the network sees; 64 or less: 3x3 stem")
     add("--arch", choices=("resnet18", "resnet34", "resnet50"))
-    add("--width", type=count, help="channels of the first stage")
+    add("--width", type=side, help="channels of the first stage")
     add("--projector", type=layers, help="widths of its layers, A-B-D")
     add("--epochs", type=count, help="length of the schedule")
     add("--batch-size", type=count, help="images per step over all processes")
@@ -749,13 +801,30 @@ class Run:
         self.probe = nn.Sequential(nn.BatchNorm1d(d, affine=False), nn.Linear(d, max(1, len(train.classes))))
         probe_optimizer = torch.optim.SGD(self.probe.to(env.device).parameters(), lr=0.1, momentum=0.9)
         self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=probe_optimizer)
+        on_rank0(self.lock, env)
         self.resume()
         alone, n = SimpleNamespace(rank=0, world_size=1, device=env.device), min(args.batch_size, 512)
         self.fixed, _ = next(batches(train, -1, n, alone, args.seed, views[:2], args.workers))
         pairs = torch.stack([x[:32] for x in self.fixed], 1).flatten(0, 1)
-        on_rank0(lambda: self.draw("views.png", grid(pairs, train, 16)), env)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: setattr(self, "signal", number))
+        self.draw("views.png", lambda: grid(pairs, train, 16))
+        for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's
+                signal.signal(number, lambda number, frame: setattr(self, "signal", number))
+
+    def lock(self):
+        """Refuse a folder that another process writes to. A record lock ends with its process, however that
+        ends, is not inherited by workers, and holds over NFS."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl  # Windows has none
+            self.locked = open(self.out / ".lock", "a")
+        except (ImportError, OSError):  # nor can anybody else write
+            return
+        try:
+            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # another one: a file system without locks
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(f"another process trains in {self.out}; wait for it or choose another --out")
 
     def resume(self):
         """Check that the folder holds this run or nothing; take up its checkpoint and cut its log there."""
@@ -767,28 +836,33 @@ class Run:
                      if old.get(k) != settings.get(k)]
             if other:
                 raise ValueError("it holds a run with other settings, " + ", ".join(other))
-            state = {"step": 0, "sums": {}, "seconds": 0.0}
+            state = {"step": 0, "sums": {}, "seconds": 0.0, "row": None}
             state = load_checkpoint(checkpoint) if checkpoint.exists() else state
             for name, part in self.parts.items() if checkpoint.exists() else ():
                 part.load_state_dict(state[name])
-            self.step, self.seconds = state["step"], state["seconds"]
+            self.step, self.seconds, self.row = state["step"], state["seconds"], state["row"]
             self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             fail(f"cannot go on in {self.out}: {error}; choose another --out")
 
-        def write():  # keep the log lines of whole epochs
-            self.out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"settings": settings, "all": vars(self.args)}, indent=1)
-            write_file(arguments, lambda file: file.write(text.encode()))
+        def write():  # keep the log lines of whole epochs; does the checkpoint's lack, after a kill between?
             lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-            whole = self.step // self.steps_per_epoch
-            lines = [line for line in lines if line.endswith("\n") and json.loads(line)["epoch"] <= whole]
-            write_file(log, lambda file: file.write("".join(lines).encode()))
-        if self.step < self.last_step:
-            on_rank0(write, self.env)
+            done, whole = self.step >= self.last_step, self.step // self.steps_per_epoch
+            rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+            rows = [(line, row) for line, row in rows if done or row["epoch"] <= whole]
+            owed = self.row and (done or self.row["epoch"] <= whole) and self.row["step"] == self.step
+            owed = owed and all(row["step"] < self.step for _, row in rows)
+            if owed or not done:
+                text = json.dumps({"settings": settings, "all": vars(self.args)}, indent=1)
+                write_file(arguments, lambda file: file.write(text.encode()))
+                write_file(log, lambda file: file.write("".join(line for line, _ in rows).encode()))
+            return owed
+        self.owed = largest(on_rank0(write, self.env) or 0, self.env)
 
     def epochs(self):
         """The epochs yet to run, the current one included; none if the run is at its end."""
+        if self.owed:
+            self.report()
         if self.step >= self.last_step:
             if self.env.rank == 0:
                 print(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
@@ -803,15 +877,12 @@ class Run:
                         disable=True if self.env.rank else None)
         for views, y in batches(self.train, epoch, args.batch_size, self.env, args.seed, self.views,
                                 args.workers, first):
-            stop = torch.tensor(self.signal)
-            if self.env.world_size > 1:  # by gloo between the hosts: no device waits
-                dist.all_reduce(stop, dist.ReduceOp.MAX)
-            if stop:
+            if stop := largest(self.signal, self.env):
                 self.bar.close()
                 on_rank0(self.save, self.env)
                 if self.env.rank == 0:
-                    sys.stderr.write(f"stopped at step {self.step}; the same command continues\n")
-                os._exit(128 + stop.item())
+                    say(f"stopped at step {self.step}; the same command continues", sys.stderr)
+                os._exit(128 + stop)
             yield self.step, views, y
             self.step += 1
             self.bar.update(args.batch_size)
@@ -855,68 +926,100 @@ class Run:
                  f"{self.out} keeps its last good checkpoint")
         self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.3g}", probe=f"{probe:.1%}", refresh=False)
 
-    def end_epoch(self, epoch: int, more: dict[str, float] | None = None):
-        """k-NN, log line (with `more` in it), pictures and checkpoint of an epoch, or of the part of it that
-        --max-steps allows."""
+    def end_epoch(self, epoch: int, more=dict):
+        """Checkpoint and log line of an epoch, or of the part of it that --max-steps allows; more() gives
+        further values of the line. What only looks at the training may fail."""
         while self.flying:
             self.land()
-        args, final = self.args, self.step == self.total_steps
-        whole, steps = self.step == (epoch + 1) * self.steps_per_epoch, self.sums["steps"].item()
-        row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
-               **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"},
-               **(more or {}), "embedding_std": embedding_std(self.z),
-               "images_per_s": steps * args.batch_size / self.seconds}
+        steps, whole = self.sums["steps"].item(), self.step == (epoch + 1) * self.steps_per_epoch
+
+        def measured():
+            with together(self.env):
+                return more()
+
+        self.row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
+                    **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"},
+                    **self.attempt("measures", measured), "embedding_std": embedding_std(self.z),
+                    "images_per_s": steps * self.args.batch_size / self.seconds}
         if whole:
             self.sums, self.seconds = {}, 0.0
-            if self.test and self.test.labels is not None and (final or (epoch + 1) % args.eval_every == 0):
-                row.update(self.evaluate(final))
-        save = self.step == self.last_step or (whole and (epoch + 1) % args.save_every == 0)
-        on_rank0(lambda: self.write(row, save), self.env)
+        if self.step == self.last_step or (whole and (epoch + 1) % self.args.save_every == 0):
+            on_rank0(self.save, self.env)
+        self.report()
+
+    def report(self):
+        """Evaluation and picture that go with the last row, and its line in the log."""
+        row, final, labels = dict(self.row), self.step == self.total_steps, self.test and self.test.labels
+        due = row["step"] == row["epoch"] * self.steps_per_epoch and (
+            final or row["epoch"] % self.args.eval_every == 0)
+        if due and labels is not None:
+            row.update(self.attempt("evaluation", lambda: self.evaluate(final)))
+        self.draw("affinity.png", lambda: heatmaps(
+            self.picture(*(z.float() for z in self.model(*self.fixed)[1:]))))
+        on_rank0(lambda: self.write(row), self.env)
+
+    def attempt(self, what: str, function) -> dict:
+        """function(), or, where that is a Fault, nothing and a warning."""
+        try:
+            return function()
+        except Fault as fault:
+            if self.env.rank == 0:
+                say(f"warning: no {what} at step {self.step}: {fault}", sys.stderr)
+            return {}
+        finally:
+            self.model.train(), self.probe.train()
 
     def evaluate(self, final: bool) -> dict:
         """Test accuracy of k-NN (bank: at most 50,000 labelled training images) and of the online probe; at
         the end also of k-NN with the network at initialisation and on pixels."""
         for buffer in self.model.buffers() if self.env.world_size > 1 else ():  # BatchNorm's differ on CPUs
             dist.broadcast(buffer, 0)
-        keep = (self.train.labels >= 0).nonzero()[:, 0]
-        keep, images = keep[::-(-len(keep) // 50000)], self.train.images
-        images = images[keep.to(images.device)] if torch.is_tensor(images) else [images[i] for i in keep]
-        bank, test = self.train._replace(images=images), self.test
+        with together(self.env):
+            keep = (self.train.labels >= 0).nonzero()[:, 0]
+            keep, images = keep[::-(-len(keep) // 50000)], self.train.images
+            images = images[keep.to(images.device)] if torch.is_tensor(images) else [images[i] for i in keep]
+            bank, test = self.train._replace(images=images), self.test
         options = (self.env, self.args.precision, self.args.workers)
 
         def accuracy(bank_x, test_x):
             return knn(bank_x, self.train.labels[keep], test_x, test.labels, self.env, k=self.k, tau=self.tau)
 
         bank_x, test_x = (features(self.model.backbone, data, *options) for data in (bank, test))
-        hits = self.probe.eval()(test_x).argmax(1).cpu() == test.labels
-        self.probe.train()
+        with together(self.env):
+            hits = self.probe.eval()(test_x).argmax(1).cpu() == test.labels
+            sets = (bank, test) if final and torch.is_tensor(images) else ()
+            pixels = [(data.images / 255).flatten(1) for data in sets]
         row = {"knn_accuracy": accuracy(bank_x, test_x), "probe_test_accuracy": hits.float().mean().item()}
-        if final and torch.is_tensor(images):
+        if pixels:
             row["knn_init"] = accuracy(*(features(self.initial, data, *options) for data in (bank, test)))
-            row["knn_pixels"] = accuracy(*((data.images / 255).flatten(1) for data in (bank, test)))
+            row["knn_pixels"] = accuracy(*pixels)
         return row
 
-    @torch.no_grad()
-    def write(self, row: dict, save: bool):
+    def write(self, row: dict):
         with open(self.out / "log.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+        say(json.dumps(row))
         if row["embedding_std"] < 0.1:
-            print(f"warning: embedding_std {row['embedding_std']:.3f} is below 0.1: the embeddings collapse",
-                  file=sys.stderr, flush=True)
+            say(f"warning: embedding_std {row['embedding_std']:.3f} is below 0.1: the embeddings collapse",
+                sys.stderr)
         if "knn_pixels" in row:
-            print(f"k-NN (k {self.k}) on {len(self.test.images)} test images: "
-                  f"trained {row['knn_accuracy']:.1%}, same network at initialisation {row['knn_init']:.1%}, "
-                  f"raw pixels {row['knn_pixels']:.1%}")
-        self.model.eval()
-        _, z1, z2 = self.model(*self.fixed)
-        self.model.train()
-        self.draw("affinity.png", heatmaps(self.picture(z1.float(), z2.float())))
-        if save:
-            self.save()
+            say(f"k-NN (k {self.k}) on {len(self.test.images)} test images: "
+                f"trained {row['knn_accuracy']:.1%}, same network at initialisation {row['knn_init']:.1%}, "
+                f"raw pixels {row['knn_pixels']:.1%}")
 
-    def draw(self, name: str, picture: Tensor):
-        write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
+    @torch.no_grad()
+    def draw(self, name: str, make):
+        """The picture that make() is, on rank 0, the model in eval mode; one that cannot be drawn costs a
+        warning."""
+        if self.env.rank:
+            return
+        self.model.eval()
+        try:
+            picture = make()
+            write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
+        except Exception as error:
+            say(f"warning: no {name} at step {self.step}: {error}", sys.stderr)
+        self.model.train()
 
     def save(self):
         """checkpoint.pt, all it takes to go on, and backbone.pt, all it takes to use the features."""
@@ -929,5 +1032,5 @@ class Run:
                      small_images=train.image_size <= 64, mean=list(train.mean), std=list(train.std))
         backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
         save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
-        save_checkpoint(self.out / "checkpoint.pt",
-                        dict(step=self.step, sums=self.sums, seconds=self.seconds, **parts, **about))
+        state = dict(step=self.step, sums=self.sums, seconds=self.seconds, row=self.row)
+        save_checkpoint(self.out / "checkpoint.pt", dict(**state, **parts, **about))

@@ -109,8 +109,10 @@ def margin_infonce_loss(cos: Tensor, pos: Tensor, *, tau: float, beta: float = 1
                         ratio_m1: float = 0.0, attenuation: float = 0.0, attenuation_type: int = 1) -> Tensor:
     """The margin loss of cosines (N, K), row i's positive in column pos[i]: a 0-d tensor, float32 or float64.
 
-    m1 in radians. ValueError for ratio_m1 with m1 or m2, curvature not above 0, attenuation outside [0, 1),
-    an unknown type."""
+    m1 in radians. ValueError for another number of rows, ratio_m1 with m1 or m2, curvature not above 0,
+    attenuation outside [0, 1), an unknown type."""
+    if pos.shape != cos.shape[:1]:
+        raise ValueError(f"cosines {tuple(cos.shape)} and positives {tuple(pos.shape)} differ in rows")
     if ratio_m1 and (m1 or m2):
         raise ValueError("ratio_m1 is for a loss without margins: m1 and m2 must be 0")
     if not curvature > 0:
@@ -151,7 +153,9 @@ def margin_infonce_loss(cos: Tensor, pos: Tensor, *, tau: float, beta: float = 1
 
 def similarities(framework: str, z1: Tensor, z2: Tensor, queue: Tensor | None) -> tuple[Tensor, Tensor]:
     """Cosines (rows, K) and positives' columns (rows,) of two views' embeddings, (N, D) each, or, for BYOL,
-    of predictions and targets in both directions, (2N, D) each."""
+    of predictions and targets in both directions, (2N, D) each. ValueError for different shapes."""
+    if z1.shape != z2.shape:
+        raise ValueError(f"embeddings of different shapes, {tuple(z1.shape)} and {tuple(z2.shape)}")
     z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
     first = torch.zeros(len(z1), dtype=torch.long, device=z1.device)
     if framework == "simclr":

@@ -78,10 +78,13 @@ def parse_args(argv=None) -> argparse.Namespace:
 @torch.no_grad()
 def refine_labels(key_cos: Tensor, tau: float, tau_prime: float, mu: float, use_p: bool = True,
                   use_q: bool = True) -> Tensor:
-    """Refined labels ybar of Eq. 5, (s, K), rows sum to 1, float32 or float64, without gradient.
+    """Refined labels ybar of Eq. 5, (s, K), rows sum to 1, float32 or float64, without gradient. ValueError
+    for fewer columns than rows.
 
     key_cos: (s, K), K > 1, cosines of each positive's key with all keys; row i's positive is column i.
     mu = 0 gives one-hot labels exactly. use_p, use_q: the two terms of the paper's component study."""
+    if key_cos.shape[1] < len(key_cos):
+        raise ValueError(f"cosines {tuple(key_cos.shape)}: each row's positive needs a column")
     with torch.autocast(key_cos.device.type, enabled=False):
         logits = (key_cos if key_cos.dtype == torch.float64 else key_cos.float()) / (tau * tau_prime)
         onehot = torch.eye(*logits.shape, dtype=logits.dtype, device=logits.device)  # (s, K)
@@ -106,7 +109,9 @@ def momentum_mixup(x: Tensor, x_key: Tensor, labels: Tensor, theta: Tensor,
 
 def soft_infonce_loss(cos: Tensor, labels: Tensor, tau: float) -> Tensor:
     """Eq. 4: cross-entropy of softmax(cos / tau) with soft labels, both (s, K): a 0-d tensor, float32 or
-    float64."""
+    float64. ValueError for different shapes."""
+    if cos.shape != labels.shape:
+        raise ValueError(f"cosines {tuple(cos.shape)} and labels {tuple(labels.shape)} differ in shape")
     with torch.autocast(cos.device.type, enabled=False):
         cos = cos if cos.dtype == torch.float64 else cos.float()
         return -(labels.to(cos.dtype) * F.log_softmax(cos / tau, dim=1)).sum(1).mean()
@@ -292,9 +297,9 @@ def main(args):
             model.enqueue(new_keys, new_y)
             run.log(lr, loss, terms, z1, h, y)
         run.end_epoch(epoch)
-        rows = labels_picture(model, *run.fixed)
-        rows = common.grid(rows.flatten(0, 1), train, rows.shape[1])
-        common.on_rank0(lambda: run.draw("labels.png", rows), env)
+        columns = min(10, 1 + args.batch_size)
+        run.draw("labels.png", lambda: common.grid(labels_picture(model, *run.fixed).flatten(0, 1), train,
+                                                   columns))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,9 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def full_precision(*tensors: Tensor) -> list[Tensor]:
-    """float32, or float64 if it was that."""
+    """float32, or float64 if it was that. ValueError for different shapes."""
+    if any(z.shape != tensors[0].shape for z in tensors):
+        raise ValueError(f"embeddings of different shapes, {', '.join(str(tuple(z.shape)) for z in tensors)}")
     return [z if z.dtype == torch.float64 else z.float() for z in tensors]
 
 
@@ -334,8 +336,9 @@ def main(args):
             loss.backward()
             optimizer.step()
             run.log(lr, loss, terms, z1, h, y)
-        run.end_epoch(epoch, measures(z1.detach(), common.gather(h.detach().float())))
-        common.on_rank0(lambda: run.draw("spectrum.png", spectrum_picture(z1.detach())), env)
+        h = common.gather(h.detach().float())
+        run.end_epoch(epoch, lambda: measures(z1.detach(), h))
+        run.draw("spectrum.png", lambda: spectrum_picture(z1.detach()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Whole training runs: resume, signals, two processes, errors, the files of a run folder."""
 
+import argparse
 import importlib
 import json
 import multiprocessing
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import pytest
 import torch
 import torchvision
 
+import common
 import simtrace
 import vicreg_variants
 
@@ -126,7 +129,8 @@ def run(script, *args, **options):
 def run_here(capfd, script, *args):
     """One run without a launcher, in this process, as that starts sooner: (status, stdout, stderr)."""
     module, status, hook = importlib.import_module(script.removesuffix(".py")), 0, sys.excepthook
-    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = [(number, signal.getsignal(number)) for number in numbers]
     try:
         module.main(module.parse_args([str(a) for a in args]))
     except SystemExit as exit:
@@ -150,7 +154,11 @@ def assert_same(a, b):
 
 
 def log(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in log_lines(folder)]
+
+
+def log_lines(folder):
+    return (folder / "log.jsonl").read_text().splitlines()
 
 
 def same_rows(a, b):
@@ -168,14 +176,8 @@ def whole(tmp_path_factory):
 
 
 def test_run_folder(whole):
-    assert {p.name for p in whole.iterdir()} == {
-        "args.json",
-        "log.jsonl",
-        "checkpoint.pt",
-        "backbone.pt",
-        "views.png",
-        "affinity.png",
-    }
+    files = {"args.json", "log.jsonl", "checkpoint.pt", "backbone.pt", "views.png", "affinity.png", ".lock"}
+    assert {p.name for p in whole.iterdir()} == files
     rows = log(whole)
     assert [(row["epoch"], row["step"]) for row in rows] == [(1, 10), (2, 20)]
     assert {"lr", "loss", "alignment", "images_per_s", "embedding_std", "probe_accuracy"} <= rows[0].keys()
@@ -198,14 +200,14 @@ def test_a_part_of_the_schedule_then_the_rest(capfd, whole, tmp_path):
 
 
 def test_signals(whole, tmp_path):
-    """SIGTERM and Ctrl-C, to a run each."""
-    folders, numbers = [tmp_path / "a", tmp_path / "b"], [signal.SIGTERM, signal.SIGINT]
+    """SIGTERM, Ctrl-C and the terminal's hang-up, to a run each."""
+    folders, numbers = [tmp_path / name for name in "abc"], [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     processes = [start("simtrace.py", *TINY, "--out", out)[0] for out in folders]
     for out, number, process in zip(folders, numbers, processes):
         while not (out / "log.jsonl").exists() or not log(out):
             time.sleep(0.02)
         os.kill(process.pid, number)
-    for (code, _, err), status in zip(finish(processes), (143, 130)):
+    for (code, _, err), status in zip(finish(processes), (143, 130, 129)):
         assert code == status
         assert err.startswith("stopped at step") and err.endswith("the same command continues\n")
         assert err.count("\n") == 1
@@ -215,21 +217,136 @@ def test_signals(whole, tmp_path):
         assert_same(weights(out), weights(whole))
 
 
-def test_sigkill_at_any_moment(whole, tmp_path):
-    out, moments = tmp_path / "run", random.Random(0)
-    for _ in range(3):
-        (process,) = start("simtrace.py", *TINY, "--out", out)
-        while process.exitcode is None and not (out / "args.json").exists():
-            time.sleep(0.05)
-        time.sleep(moments.uniform(0.2, 2.5))
-        process.kill()
-        finish([process])
-        if (out / "checkpoint.pt").exists():
-            torch.load(out / "checkpoint.pt")
-    run("simtrace.py", *TINY, "--out", out)
+def test_nohup(capfd, tmp_path, monkeypatch):
+    """A hang-up that was ignored at the start stays so."""
+    before, seen = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
+    monkeypatch.setattr(simtrace, "picture", lambda *z: seen.append(signal.getsignal(signal.SIGHUP)))
+    run_here(capfd, "simtrace.py", *TINY, "--out", tmp_path, "--max-steps", "1")
+    signal.signal(signal.SIGHUP, before)
+    assert seen == [signal.SIG_IGN]
+
+
+def killed(script, args, env, out, err):
+    """The script; soon after the n-th time that rank 0 opens or renames a file of the run folder, SIGKILL."""
+    events, wait = iter(range(int(env["N"]))), float(env["WAIT"])
+
+    def hook(event, arguments):
+        if event in ("open", "os.rename") and "/run/" in str(arguments[0]) and next(events, "n") == "n":
+            threading.Timer(wait, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    if env.get("RANK", "0") == "0":
+        sys.addaudithook(hook)
+    program(script, args, env, out, err)
+
+
+@pytest.mark.parametrize("world, kills", [(1, 20), (2, int(os.environ.get("KILLS", 3)))])
+def test_sigkill_at_any_moment(tmp_path, world, kills):
+    """So many over one training of 20 epochs of two steps, which saves, evaluates and draws after each."""
+    args = [*TINY, "--limit-images", "64", "--epochs", "20", "--eval-every", "1"]
+    reference = start("simtrace.py", *args, "--out", tmp_path / "whole", world=world)
+    out, moments, reached = tmp_path / "run", random.Random(0), []
+    for _ in range(kills):
+        env = dict(N=moments.randrange(8, 26), WAIT=moments.choice((0, moments.uniform(0, 0.2))))
+        results = finish(start("simtrace.py", *args, "--out", out, world=world, env=env, target=killed))
+        assert results[0][0] == -signal.SIGKILL and all("Traceback" not in err for _, _, err in results)
+        reached.append(torch.load(out / "checkpoint.pt")["step"] if (out / "checkpoint.pt").exists() else 0)
+    assert sorted(reached) == reached and len(set(reached)) > min(kills, 8) - 3, reached
+    run("simtrace.py", *args, "--out", out, world=world)
+    finish(reference)
+    assert_same(weights(out), weights(tmp_path / "whole"))
+    assert same_rows(log(out), log(tmp_path / "whole")) and len(log(out)) == 20
+    assert not [p for p in out.iterdir() if p.name.endswith(".tmp")]
+
+
+def test_killed_between_checkpoint_and_log_line(capfd, whole, tmp_path, monkeypatch):
+    """Once with a part of the line written, once with none of it: the restart evaluates and writes it."""
+    out = tmp_path / "run"
+
+    def killed(self, row):
+        with open(self.out / "log.jsonl", "a") as file:
+            file.write('{"epoch": 1, "st' if row["epoch"] == 1 else "")
+        raise SystemExit(137)
+
+    for step in (10, 20):
+        with monkeypatch.context() as patch:
+            write = common.Run.write
+            write_or_die = lambda run, row: (killed if row["step"] == step else write)(run, row)  # noqa: E731
+            patch.setattr(common.Run, "write", write_or_die)
+            assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 137
+        assert torch.load(out / "checkpoint.pt")["step"] == step and len(log_lines(out)) == 1
+    status, text, _ = run_here(capfd, "simtrace.py", *TINY, "--out", out)
+    assert status == 0 and "raw pixels" in text and "finished" in text
     assert_same(weights(out), weights(whole))
     assert same_rows(log(out), log(whole))
-    assert not [p for p in out.iterdir() if p.name.startswith(".")]
+
+
+def test_two_commands_in_one_folder(whole, tmp_path):
+    processes = [start("simtrace.py", *TINY, "--out", tmp_path / "run")[0] for _ in "12"]
+    results = sorted(finish(processes))
+    assert [status for status, _, _ in results] == [0, 1]
+    assert_refused(results[1:], 1, "another process", str(tmp_path / "run"))
+    assert_same(weights(tmp_path / "run"), weights(whole))
+    assert same_rows(log(tmp_path / "run"), log(whole))
+
+
+def test_a_failed_evaluation_or_picture_costs_a_warning(capfd, whole, tmp_path, monkeypatch):
+    def fault(*args, **options):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried")
+
+    monkeypatch.setattr(common, "knn_accuracy", fault)
+    monkeypatch.setattr(simtrace, "picture", fault)
+    status, _, err = run_here(capfd, "simtrace.py", *TINY, "--out", tmp_path)
+    assert status == 0 and err.splitlines() == [
+        f"warning: no {what}: CUDA out of memory. Tried"
+        for what in ("affinity.png at step 10", "evaluation at step 20", "affinity.png at step 20")]
+    assert_same(weights(tmp_path), weights(whole))
+    expected = log(whole)
+    for name in ("knn_accuracy", "knn_init", "knn_pixels", "probe_test_accuracy"):
+        del expected[1][name]
+    assert same_rows(log(tmp_path), expected)
+
+
+def faults(script, args, env, out, err):
+    """The script, but rank 1 has no memory for k-NN, and rank 0 has none for features in the second epoch."""
+    sys.path[0] = str(ROOT)
+    common = importlib.import_module("common")
+    calls, autocast = [], common.autocast
+
+    def fault(*args, **options):
+        raise MemoryError(f"rank {env['RANK']}")
+
+    def counted(*args):  # on rank 0: 10 steps, the bank's chunk, the test images', 10 steps, the bank's chunk
+        calls.append(args)
+        return fault() if len(calls) == 23 else autocast(*args)
+
+    if env["RANK"] == "1":
+        common.knn_accuracy = fault
+    else:
+        common.autocast = counted
+    program(script, args, env, out, err)
+
+
+def test_a_fault_of_one_process_is_a_warning_of_all(tmp_path):
+    """None waits for the other, and both go on."""
+    args = [*TINY, "--eval-every", "1", "--out", tmp_path]
+    results = finish(start("simtrace.py", *args, world=2, target=faults))
+    assert [status for status, _, _ in results] == [0, 0] and results[1][2] == ""
+    assert results[0][2].splitlines() == [
+        "warning: no evaluation at step 10: rank 1", "warning: no evaluation at step 20: rank 0"]
+    assert [row["step"] for row in log(tmp_path)] == [10, 20]
+    assert not {"knn_accuracy", "probe_test_accuracy"} & {name for row in log(tmp_path) for name in row}
+
+
+def test_unreadable_test_image(capfd, tmp_path):
+    for i in range(20):
+        path = tmp_path / ("train" if i < 16 else "test") / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torchvision.utils.save_image(torch.rand(3, 70, 70), path)
+    path.write_bytes(path.read_bytes()[:300])
+    args = [*TINY, "--data-dir", tmp_path, "--image-size", "72", "--batch-size", "16", "--workers", "0"]
+    status, _, err = run_here(capfd, "simtrace.py", *args, "--out", tmp_path / "run")
+    assert status == 0 and len(log(tmp_path / "run")) == 2
+    assert err.startswith("warning: no evaluation at step 2") and str(path) in err and err.count("\n") == 1
 
 
 def test_two_processes(tmp_path):
@@ -279,6 +396,7 @@ ALONE = [
     (["--batch-size", "0"], 2, ["--batch-size"]),
     (["--batch-size", "1", "--projector", "8-1"], 2, ["--batch-size 1", "BatchNorm"]),
     (["--base-lr", "nan"], 2, ["--base-lr"]),
+    (["--workers", "-1"], 2, ["--workers", "-1"]),
     (["--projector", "32-x-8"], 2, ["--projector"]),
     (["--projector", "32-32-64"], 2, ["64", "32"]),  # D >= 2N
     (["--batch-size", "322"], 1, ["322", "320"]),
@@ -287,7 +405,7 @@ ALONE = [
     (["--dataset", "folder", "--data-dir", "/no/such"], 1, ["/no/such"]),
     (["--base-lr", "1e30"], 1, ["step", "lr", "loss"]),
 ]
-TOGETHER = [ALONE[0], ALONE[8], ALONE[-2], ALONE[-1]]  # one of each stage: slow to start
+TOGETHER = [ALONE[0], ALONE[9], ALONE[-2], ALONE[-1]]  # one of each stage: slow to start
 
 
 @pytest.mark.parametrize(
@@ -303,6 +421,47 @@ def test_errors(capfd, tmp_path, world, args, status, words):
         else [run_here(capfd, "simtrace.py", *args)]
     )
     assert_refused(results, status, *words)
+
+
+@pytest.mark.parametrize("env", ["WORLD_SIZE=2", "WORLD_SIZE=2 RANK=1", "RANK=1", "WORLD_SIZE=0"])
+def test_half_a_launcher(capfd, tmp_path, monkeypatch, env):
+    for variable in env.split():
+        monkeypatch.setenv(*variable.split("="))
+    result = run_here(capfd, "simtrace.py", *TINY, "--out", tmp_path)
+    assert_refused([result], 2, "WORLD_SIZE", "torchrun")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_absurd_numbers(capfd, monkeypatch, name):
+    """Each flag that takes a number."""
+    script, known, parsers = importlib.import_module(name[:-3]), argparse.ArgumentParser.parse_known_args, []
+    with monkeypatch.context() as patch:
+        seen = lambda parser, *args: parsers.append(parser) or known(parser, *args)  # noqa: E731
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", seen)
+        script.parse_args([])
+    flags = [(action.option_strings[0], action.type) for action in parsers[0]._actions if action.type]
+    assert len(flags) > 15
+    for flag, kind in flags:
+        texts = ["1e400", "nan", "-1e400", "x", "", "9" * 5000]
+        for text in texts + (["9" * 30, "-1"] if "int" in str(kind) else []):
+            with pytest.raises(SystemExit) as exit:
+                script.parse_args([f"{flag}={text}"])
+            assert_refused([(exit.value.code, *capfd.readouterr())], 2, flag)
+
+
+def test_out_of_memory_is_one_line(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    common.init_distributed("cpu")
+    for error, words in (
+        (torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried to"), "memory. Tried to"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "Killed"),
+        (MemoryError(), "memory"),
+        (common.Fault("cannot read a.png"), "cannot read a.png"),
+    ):
+        sys.excepthook(type(error), error, None)
+        assert_refused([(1, *capfd.readouterr())], 1, words)
+    sys.excepthook(ValueError, ValueError("ours"), None)
+    assert "ValueError: ours" in capfd.readouterr()[1]
 
 
 def test_batch_that_two_processes_cannot_share(tmp_path):
@@ -544,30 +703,35 @@ def without_batchnorm(script, args, env, out, err):
     module.main(module.parse_args(args))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_two_processes_train_as_one(tmp_path, method):
-    """With BatchNorm out of the way, 12 steps at world 1 and 2 give the same weights, and both ranks hold the
-    same: queue, pointer, key encoder and all."""
-    script, flags = f"{method.split()[0]}.py", METHODS[method][0]
-    if method == "sane":  # the draws of mixup and of strong operations are each rank's own
-        flags = [*MOCO, "--ablation", "no-mixup"]
-    for world in (1, 2):
-        args = [*TINY, *flags, "--precision", "fp32", "--max-steps", "12", "--out", tmp_path / str(world)]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_three_processes_train_as_one(tmp_path, script):
+    """With BatchNorm out of the way, 20 steps at world 1, 2 and 3 give the same weights, and all ranks hold
+    the same: queue, pointer, key encoder and all."""
+    flags, names = METHODS[script.removesuffix(".py")]
+    flags = ["40" if flag == "48" else flag for flag in flags]  # so that a batch goes round the queue's end
+    if script == "sane.py":  # the draws of mixup and of strong operations are each rank's own
+        flags = ["--base-lr", "0.3", "--queue", "40", "--ablation", "no-mixup"]
+    args = [*TINY, *flags, "--batch-size", "24", "--precision", "fp32", "--max-steps", "20"]
+    processes = []
+    for world in (1, 2, 3):
         (tmp_path / str(world)).mkdir()
-        processes = start(script, *args, world=world, target=without_batchnorm)
-        assert all(status == 0 for status, _, _ in finish(processes))
-    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
-    assert one.keys() == two.keys()
-    for name in one:
-        if name not in ("0.running_mean", "0.running_var", "1.weight", "1.bias"):  # the probe has a BatchNorm
-            # barlow does not see a shift, so the gradient of the bias, the third parameter, is rounding alone
-            atol = 1e-4 if (method.split()[-1], name) == ("barlow", "2.momentum_buffer") else 1e-5
-            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=atol, msg=name)
-    for row, other in zip(log(tmp_path / "1"), log(tmp_path / "2"), strict=True):
-        for name in {"loss", *METHODS[method][1]} - {"same_class"}:  # this is of rank 0's rows
-            assert row[name] == pytest.approx(other[name], rel=1e-4), name
-    ranks = [torch.load(tmp_path / "2" / f"rank{rank}.pt") for rank in (0, 1)]
-    assert_same(*ranks)
+        out = ["--out", tmp_path / str(world)]
+        processes += start(script, *args, *out, world=world, target=without_batchnorm)
+    assert all(status == 0 for status, _, _ in finish(processes))
+    one = weights(tmp_path / "1")
+    for world in (2, 3):
+        more = weights(tmp_path / str(world))
+        assert one.keys() == more.keys()
+        for name in one:
+            if name not in ("0.running_mean", "0.running_var", "1.weight", "1.bias"):  # the probe's BatchNorm
+                torch.testing.assert_close(one[name], more[name], rtol=1e-3, atol=1e-5, msg=name)
+        for row, other in zip(log(tmp_path / "1"), log(tmp_path / str(world)), strict=True):
+            for name in {"loss", *names} - {"same_class"}:  # this is of rank 0's rows
+                assert row[name] == pytest.approx(other[name], rel=1e-4), name
+        ranks = [torch.load(tmp_path / str(world) / f"rank{rank}.pt") for rank in range(world)]
+        for rank in ranks[1:]:
+            assert_same(ranks[0], rank)
+        assert ("queue" in ranks[0]) == ("--queue" in flags)
 
 
 def kept_by_rank(script, args, env, out, err):
