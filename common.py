@@ -725,7 +725,7 @@ FREE = {"max_steps", "device", "workers", "data_dir", "save_every", "eval_every"
 class Run:
     """Folder and books of a training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
 
-    views: an Augment per view. picture(z1, z2) -> matrices to draw, for one fixed batch in eval mode. k, tau:
+    views: an Augment per view. picture(z1, z2, args) -> matrices to draw, for one fixed batch in eval mode. k, tau:
     of the k-NN that watches the training.
     model.backbone is evaluated; what must survive a restart is in the state_dict of model or optimizer."""
 
@@ -909,9 +909,9 @@ class Run:
                   f"trained {row['knn_accuracy']:.1%}, same network at initialisation {row['knn_init']:.1%}, "
                   f"raw pixels {row['knn_pixels']:.1%}")
         self.model.eval()
-        _, z1, z2 = self.model(*self.fixed)
+        z1, z2 = self.model(*self.fixed)[1:3]
         self.model.train()
-        self.draw("affinity.png", heatmaps(self.picture(z1.float(), z2.float())))
+        self.draw("affinity.png", heatmaps(self.picture(z1.float(), z2.float(), self.args)))
         if save:
             self.save()
 

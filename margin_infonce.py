@@ -249,7 +249,7 @@ class Model(nn.Module):
         self.queue_ptr.add_(len(keys)).remainder_(len(self.queue))
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """The cosines of the two views' embeddings (BYOL: predictions and targets): the diagonal lights up."""
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T]
 

@@ -192,7 +192,7 @@ class Model(nn.Module):
         self.queue_ptr.add_(len(keys)).remainder_(len(self.queue))
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """The cosines of the two views' embeddings, whose diagonal lights up with training."""
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T]
 

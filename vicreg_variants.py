@@ -272,7 +272,7 @@ class Model(nn.Module):
         return h, *self.projector(h).chunk(2)  # (N, D) each
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """The cosines of the two views' embeddings (N, N), and the correlations of their dimensions (D, D)."""
     c1, c2 = (F.normalize(z - z.mean(0), dim=0) for z in (z1, z2))
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T, c1.T @ c2]

@@ -280,7 +280,7 @@ ALONE = [
     (["--batch-size", "1", "--projector", "8-1"], 2, ["--batch-size 1", "BatchNorm"]),
     (["--base-lr", "nan"], 2, ["--base-lr"]),
     (["--projector", "32-x-8"], 2, ["--projector"]),
-    (["--projector", "32-32-64"], 2, ["64", "32"]),  # D >= 2N
+    (["--projector", "32-32-64", "--eps", "0.01"], 2, ["64", "32"]),  # D >= 2N
     (["--batch-size", "322"], 1, ["322", "320"]),
     (["--device", "cuda"], 2, ["cuda"]),
     (["--device", "mps"], 2, ["mps"]),

@@ -250,12 +250,34 @@ def test_two_views_and_a_loss(monkeypatch, tmp_path, capfd, flags):
     check_weights(before, after, optimizer, loss)
 
 
-def test_momentum_encoder_and_predictor(monkeypatch, tmp_path, capfd):
-    flags = "--momentum-encoder 0.9 --predictor --tau 0.3 --gamma 0.2".split()
+BRANCHES = ["--momentum-encoder 0.9 --predictor", "--momentum-encoder 0.9 --symmetric", "--predictor --symmetric",
+            "--momentum-encoder 0.9 --predictor --symmetric", "--symmetric"]
+
+
+@pytest.mark.parametrize("name", ["simaffinity", "simwhitening", "simtrace"])
+@pytest.mark.parametrize("flags", BRANCHES)
+def test_branches(monkeypatch, tmp_path, capfd, name, flags):
+    """Predictor and EMA copy, one direction or both: every branch computed by itself."""
+    options = "" if name == "simtrace" else " --tau 0.3 --gamma 0.2"
     script, _, (before, after), optimizer, (x1, x2), logged = step(
-        monkeypatch, tmp_path, capfd, "simaffinity", flags
-    )
-    loss, terms = script.simaffinity_loss(before.predictor(embed(before, x1)), before.target(x2), 0.3, 0.2)
+        monkeypatch, tmp_path, capfd, name, (flags + options).split())
+
+    def target(x):
+        if "--momentum-encoder" not in flags:
+            return embed(before, x)
+        with torch.no_grad():
+            return before.target(x)
+
+    pairs = [(before.predictor(embed(before, x1)), target(x2))]
+    if "--symmetric" in flags:
+        pairs.append((before.predictor(embed(before, x2)), target(x1)))
+    if name == "simtrace":
+        loss = sum(script.simtrace_loss(*pair) for pair in pairs) / len(pairs)
+    else:
+        results = [getattr(script, f"{name}_loss")(*pair, 0.3, 0.2) for pair in pairs]
+        loss = sum(loss for loss, _ in results) / len(pairs)
+        for term in ("ce", "sym"):
+            expected = sum(terms[term].item() for _, terms in results) / len(pairs)
+            assert logged[term] == pytest.approx(expected, rel=1e-4)
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert logged["sym"] == pytest.approx(terms["sym"].item(), rel=1e-4)
-    check_weights(before, after, optimizer, loss, momentum=0.9)
+    check_weights(before, after, optimizer, loss, momentum=0.9 if "--momentum-encoder" in flags else None)

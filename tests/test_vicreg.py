@@ -468,7 +468,7 @@ def test_projector_ends_in_a_plain_layer():
 
 def test_pictures():
     z1, z2 = torch.randn(7, 5), torch.randn(7, 5)
-    cosines, correlations = vicreg_variants.picture(z1, z2)
+    cosines, correlations = vicreg_variants.picture(z1, z2, None)
     assert cosines[2, 4] == pytest.approx(F.cosine_similarity(z1[2], z2[4], dim=0).item(), abs=1e-6)
     expected = np.corrcoef(z1[:, 1].numpy(), z2[:, 3].numpy())[0, 1]
     assert correlations[1, 3] == pytest.approx(expected, abs=1e-5)
