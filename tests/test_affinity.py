@@ -1,6 +1,7 @@
 """SimAffinity's and SimWhitening's losses against double loops in float64, closed forms, invariances,
 gradients."""
 
+import argparse
 import inspect
 import math
 import re
@@ -165,6 +166,15 @@ def test_invariances():
     assert not torch.isclose(simwhitening_loss(z1, z2[order])[0], whitening, rtol=0.1)
 
 
+@pytest.mark.parametrize("eps", [0.01, 3.0])
+def test_picture_has_the_ridge_of_the_loss(eps):
+    """The loss from the picture: its rows' cross-entropy over tau."""
+    z1, z2 = views(12, 5)
+    (cosines,) = simwhitening.picture(z1, z2, argparse.Namespace(eps=eps))
+    ce = torch.nn.functional.cross_entropy(cosines / 0.2, torch.arange(12)).item()
+    assert ce == pytest.approx(slow_whitening(z1, z2, 0.2, 0.0, eps)[0], rel=1e-9)
+
+
 def test_whitened_covariance_is_the_identity():
     z1, z2 = (z.float() for z in views(300, 6))
     w = torch.cat(whiten(z1 @ torch.randn(6, 6), z2 @ torch.randn(6, 6), 1e-6)).numpy()
@@ -194,7 +204,8 @@ def test_the_three_scripts_share_all_but_the_method():
         assert len({inspect.getsource(getattr(script, part)) for script in scripts.values()}) == 1
     loops = set()
     for name, script in scripts.items():
-        before, own, after = re.split(r"(?<=of all ranks\n)|(?=\n +optimizer.zero_grad)", inspect.getsource(script.main))
+        method = r"(?<=of all ranks\n)|(?=\n +optimizer.zero_grad)"
+        before, own, after = re.split(method, inspect.getsource(script.main))
         assert f"{name}_loss(" in own and own.count("\n") <= 4
         loops.add(before + after)
     assert len(loops) == 1

@@ -468,7 +468,7 @@ MOCO = ["--base-lr", "0.3", "--queue", "48"]  # 48: the second batch goes round 
 METHODS = {
     "simtrace": ([], {"alignment"}),
     "simaffinity": ([], {"ce", "sym"}),
-    "simwhitening": ([], {"ce", "sym"}),
+    "simwhitening": ("--symmetric --predictor --momentum-encoder 0.9".split(), {"ce", "sym"}),
     "sane": ([*MOCO, "--strong"], {"vanilla", "mixup", "mu", "same_class"}),
     "margin_infonce": ([*MOCO, "--m1", "0.2", "--attenuation", "0.5"], {"positive_cos"}),
     "margin_infonce simclr": (

@@ -250,8 +250,8 @@ def test_two_views_and_a_loss(monkeypatch, tmp_path, capfd, flags):
     check_weights(before, after, optimizer, loss)
 
 
-BRANCHES = ["--momentum-encoder 0.9 --predictor", "--momentum-encoder 0.9 --symmetric", "--predictor --symmetric",
-            "--momentum-encoder 0.9 --predictor --symmetric", "--symmetric"]
+BRANCHES = ["--momentum-encoder 0.9 --predictor", "--momentum-encoder 0.9 --symmetric", "--symmetric",
+            "--predictor --symmetric", "--momentum-encoder 0.9 --predictor --symmetric"]
 
 
 @pytest.mark.parametrize("name", ["simaffinity", "simwhitening", "simtrace"])
