@@ -31,11 +31,11 @@ from torch import Tensor, nn
 import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
-             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
+             weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
 IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-2048", epochs=200, base_lr=0.05)
 RECIPES = {
     "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
-                     bias_lr=0.01, warmup_epochs=1.0),
+                     warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
     "folder": dict(CIFAR, epochs=200, batch_size=256, warmup_epochs=10.0)}
@@ -116,8 +116,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
-    optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = common.LARS(params, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
     run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
     net = common.distribute(model, env, args.compile)
@@ -126,7 +125,8 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
             with common.autocast(env.device, args.precision):
                 h, z1, z2, *swapped = net(x1, x2)

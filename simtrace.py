@@ -36,11 +36,11 @@ from torch import Tensor, nn
 import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
-             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
+             weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
 IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-2048", epochs=200, base_lr=0.05)
 RECIPES = {
     "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
-                     bias_lr=0.01, warmup_epochs=1.0),
+                     warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
     "folder": dict(CIFAR, epochs=200, batch_size=256, warmup_epochs=10.0)}
@@ -50,7 +50,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simtrace.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--eps", type=common.rate, default=1.0, help="ridge on S, in mean eigenvalues of C (ours)")
+    add("--eps", type=common.rate, default=3.0, help="ridge on S, in mean eigenvalues of C (ours)")
     add("--detach-cov", action="store_true", help="no gradient through mu and S")
     add("--momentum-encoder", type=common.fraction, metavar="M",
         help="second view through an EMA copy, no gradient (Sec. 3); 0: SimSiam's stop-gradient")
@@ -75,7 +75,7 @@ def covariance(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor, Tens
     return z1, z2, C + (eps * C.trace() / d + floor) * torch.eye(d, dtype=C.dtype, device=C.device)
 
 
-def simtrace_loss(z1: Tensor, z2: Tensor, eps: float = 1.0, detach_cov: bool = False) -> Tensor:
+def simtrace_loss(z1: Tensor, z2: Tensor, eps: float = 3.0, detach_cov: bool = False) -> Tensor:
     """SimTrace's loss of two views' embeddings, (N, D) each: a 0-d tensor in [-D/2, D/2], float32 or float64.
 
     detach_cov: no gradient through mu and S (mu's is 0 anyway). nan if S is not positive definite."""
@@ -136,8 +136,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
-    optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = common.LARS(params, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
     run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
     net = common.distribute(model, env, args.compile)
@@ -146,7 +145,8 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
             with common.autocast(env.device, args.precision):
                 h, z1, z2, *swapped = net(x1, x2)

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
-             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
+             weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
 IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-2048", epochs=200, base_lr=0.05)
 RECIPES = {
     "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
-                     bias_lr=0.01, warmup_epochs=1.0),
+                     warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
     "folder": dict(CIFAR, epochs=200, batch_size=256, warmup_epochs=10.0)}
@@ -52,7 +52,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tau", type=common.positive, default=0.2, help="temperature (ours)")
     add("--gamma", type=common.rate, default=0.01, help="weight of the symmetry term (Eq. 6)")
-    add("--eps", type=common.rate, default=1.0, help="ridge on S, in mean eigenvalues of C (ours)")
+    add("--eps", type=common.rate, default=3.0, help="ridge on S, in mean eigenvalues of C (ours)")
     add("--momentum-encoder", type=common.fraction, metavar="M",
         help="second view through an EMA copy, no gradient (Sec. 3); 0: SimSiam's stop-gradient")
     add("--predictor", action="store_true", help="MLP on the online branch (Sec. 3.1, after Eq. 6)")
@@ -86,7 +86,7 @@ def whiten(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def simwhitening_loss(z1: Tensor, z2: Tensor, tau: float = 0.2, gamma: float = 0.01,
-                      eps: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+                      eps: float = 3.0) -> tuple[Tensor, dict[str, Tensor]]:
     """SimWhitening's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its
     terms ce and sym, unweighted."""
     if z1.shape != z2.shape:
@@ -147,8 +147,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
-    optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = common.LARS(params, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
     run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
     net = common.distribute(model, env, args.compile)
@@ -157,7 +156,8 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
             with common.autocast(env.device, args.precision):
                 h, z1, z2, *swapped = net(x1, x2)

@@ -248,6 +248,7 @@ def test_a_singular_covariance_wants_a_ridge(script, capsys):
 
 
 OWN = (
+    "common.Augment(",
     "common.LARS(",
     "common.Run(",
     "for step, ",
