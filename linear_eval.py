@@ -136,7 +136,7 @@ def linear(run, name: str, backbone: nn.Module, about: dict, train, test, featur
     lr, steps = base_lr * batch_size / 256, n // batch_size
     report = dict(epochs=epochs, batch_size=batch_size, optimizer=kind, base_lr=base_lr,
                   schedule=args.schedule, weight_decay=args.weight_decay, normalize=args.normalize)
-    test_x = features(test)
+    weights, test_x = digest(*backbone.state_dict().values()), features(test)
     train_x = features(train) if frozen or args.normalize else None
     scale = train_x.norm(dim=1).mean().item() if args.normalize else 1.0
     augment = common.Augment(train.image_size, crop_scale=(0.08, 1.0), jitter_p=0.0, gray_p=0.0, blur_p=0.0,
@@ -150,7 +150,7 @@ def linear(run, name: str, backbone: nn.Module, about: dict, train, test, featur
     optimizer = (common.LARS if kind == "lars" else torch.optim.SGD)(
         classifier.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
 
-    first, weights, file = 0, digest(*backbone.state_dict().values()), None
+    first, file = 0, None
     if args.out:  # named by all that decides what is in it
         key = digest(weights, about, train.images, train.labels, report, args.seed, args.precision)
         file = Path(args.out) / f"{args.protocol}-{key[:12]}.pt"
@@ -159,8 +159,9 @@ def linear(run, name: str, backbone: nn.Module, about: dict, train, test, featur
             state = common.load_checkpoint(file)
         except ValueError as error:
             common.fail(error)
-        first, _ = state["epoch"], classifier.load_state_dict(state["classifier"])
+        classifier.load_state_dict(state["classifier"])
         optimizer.load_state_dict(state["optimizer"])
+        first = state["epoch"]
     bar = tqdm(desc="classifier", total=epochs * steps, initial=first * steps, unit="step", leave=False,
                disable=True if env.rank else None)
     for epoch in range(first, epochs):
