@@ -19,9 +19,9 @@ features         features and labels of both splits as .npy in --out, for t-SNE,
 curves           k-NN and online probe over the epochs of several runs, from their logs: OUT/curves.png
 
 stdout ends with a JSON object for each run. accuracy: of the last epoch, over every test image once. The
-classifier sees the features over their mean norm s (ours; --no-normalize: as they are), so that lr is what
-lr / s^2 were without, and 30 suits every network: top-1 43.3, 47.0, 34.7 % of three pre-runs (SimCLR,
-VICReg-exp, SANE; frozen-features, README) against 35.3, 39.1, 32.7 % of lr 30 on features as they are.
+classifier sees the features over their mean norm s (ours; --no-normalize: as they are): for the weights, SGD
+with lr is then SGD with lr / s^2 without, and lr 30 suits every network. Top-1 of three pre-runs (SimCLR,
+VICReg-exp, SANE; frozen-features, README): 43.3, 47.0, 34.7 %; as they are, lr 30: 35.3, 39.1, 32.7 %.
 """
 import argparse
 import hashlib
