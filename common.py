@@ -620,8 +620,8 @@ def unlike(wanted: dict, found: dict) -> str:
     first of another shape, in words; nothing if it loads."""
     odd = [f"no {key}" for key in wanted if key not in found][:1]
     odd += [f"an unexpected {key}" for key in found if key not in wanted][:1]
-    shapes = {key: [tuple(getattr(v[key], "shape", ())) for v in (found, wanted)] for key in wanted if not odd}
-    odd += [f"{key} of shape {a}, not {b}" for key, (a, b) in shapes.items() if a != b][:1]
+    shapes = [[tuple(getattr(v[k], "shape", ())) for v in (found, wanted)] + [k] for k in wanted if not odd]
+    odd += [f"{key} of shape {a}, not {b}" for a, b, key in shapes if a != b][:1]
     return " and ".join(odd)
 
 

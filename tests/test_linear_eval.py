@@ -183,8 +183,8 @@ def test_two_processes_count_every_test_image_once(capsys, folder, backbone, tmp
 def trained(folder, tmp_path_factory):
     """Arguments and folder of a run of simtrace.py, stopped after a step of its six."""
     out = tmp_path_factory.mktemp("trained")
-    args = ["--dataset", "folder", "--data-dir", folder, "--width", "4", "--projector", "16-8", "--epochs", "1"]
-    args += ["--batch-size", "32", "--device", "cpu"]
+    args = ["--dataset", "folder", "--data-dir", folder, "--width", "4", "--projector", "16-8"]
+    args += ["--epochs", "1", "--batch-size", "32", "--device", "cpu"]
     run("simtrace.py", *args, "--max-steps", "1", "--out", out)
     return args, out
 
@@ -337,8 +337,8 @@ def test_classifier_is_the_plain_loop_and_top5(capsys, many, backbone, tmp_path,
 
 
 def test_top5_only_with_more_than_five_classes(capsys, folder, backbone):
-    result = evaluate(capsys, backbone, "--data-dir", folder, "--protocol", "frozen-features", "--epochs", "1")
-    assert "top5" not in result
+    args = [backbone, "--data-dir", folder, "--protocol", "frozen-features", "--epochs", "1"]
+    assert "top5" not in evaluate(capsys, *args)
 
 
 def test_knn_lists_are_the_single_calls(capsys, many, backbone):
@@ -352,7 +352,8 @@ def test_knn_lists_are_the_single_calls(capsys, many, backbone):
     args = [backbone, "--data-dir", many, "--protocol", "knn"]
     result = evaluate(capsys, *args, "--k", "3,300,20", "--tau", "0.1,1")
     tried = [(row["k"], row["tau"], row["accuracy"]) for row in result["tried"]]
-    assert tried == [(k, tau, common.knn_accuracy(*x, k=k, tau=tau)) for k in (3, 300, 20) for tau in (0.1, 1.0)]
+    pairs = [(k, tau) for k in (3, 300, 20) for tau in (0.1, 1.0)]
+    assert tried == [(k, tau, common.knn_accuracy(*x, k=k, tau=tau)) for k, tau in pairs]
     assert (result["k"], result["tau"], result["accuracy"]) == tried[0]
     assert result["best_on_test"]["accuracy"] == max(accuracy for _, _, accuracy in tried)
     alone = evaluate(capsys, *args, "--k", "3")
@@ -362,9 +363,11 @@ def test_knn_lists_are_the_single_calls(capsys, many, backbone):
 def test_table_of_several_runs(capsys, folder, backbone, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "backbone.pt").write_bytes((backbone / "backbone.pt").read_bytes())
-    (tmp_path / "other" / "args.json").write_text(json.dumps({"settings": {"framework": "byol"}, "script": "s"}))
+    said = {"settings": {"framework": "byol"}, "script": "s"}
+    (tmp_path / "other" / "args.json").write_text(json.dumps(said))
     runs = [str(backbone), str(tmp_path / "other")]
-    args = [*runs, "--data-dir", str(folder), "--protocol", "knn", "--k", "5,7", "--out", str(tmp_path / "out")]
+    args = [*runs, "--data-dir", str(folder), "--protocol", "knn", "--k", "5,7"]
+    args += ["--out", str(tmp_path / "out")]
     for _ in range(2):  # the second time a result is told again, but not written again
         linear_eval.main(linear_eval.parse_args([*args, "--device", "cpu", "--workers", "0"]))
         lines = capsys.readouterr().out.splitlines()
@@ -401,7 +404,10 @@ def test_goes_on_after_a_kill(capsys, many, backbone, tmp_path, monkeypatch, pro
     expected = torch.load(tmp_path / "c.pt")
 
     epochs, original = [], common.batches
-    monkeypatch.setattr(common, "batches", lambda data, epoch, *rest: epochs.append(epoch) or original(data, epoch, *rest))
+
+    def batches(data, epoch, *rest):
+        epochs.append(epoch)
+        return original(data, epoch, *rest)
 
     def save(path, state):
         common_save(path, state)
@@ -409,6 +415,7 @@ def test_goes_on_after_a_kill(capsys, many, backbone, tmp_path, monkeypatch, pro
             raise Killed
 
     common_save = common.save_checkpoint
+    monkeypatch.setattr(common, "batches", batches)
     monkeypatch.setattr(common, "save_checkpoint", save)
     with pytest.raises(Killed):
         evaluate(capsys, *args, tmp_path / "out")
@@ -418,7 +425,7 @@ def test_goes_on_after_a_kill(capsys, many, backbone, tmp_path, monkeypatch, pro
         assert evaluate(capsys, *args, tmp_path / "out") == whole
         assert epochs == [0, 1, 2, 3]
         found = torch.load(tmp_path / "c.pt")
-        assert torch.equal(found["weight"], expected["weight"]) and torch.equal(found["bias"], expected["bias"])
+        assert all(torch.equal(found[name], expected[name]) for name in ("weight", "bias"))
         assert (tmp_path / "out" / "eval.jsonl").read_text() == json.dumps(whole) + "\n"
 
     def starts_anew(*more):
@@ -435,7 +442,8 @@ def test_goes_on_after_a_kill(capsys, many, backbone, tmp_path, monkeypatch, pro
 
 
 def test_damaged_state_is_refused(capsys, folder, backbone, tmp_path):
-    args = [backbone, "--data-dir", folder, "--protocol", "frozen-features", "--epochs", "1", "--out", tmp_path]
+    args = [backbone, "--data-dir", folder, "--protocol", "frozen-features", "--epochs", "1"]
+    args += ["--out", tmp_path]
     evaluate(capsys, *args)
     file, = tmp_path.glob("*.pt")
     file.write_bytes(file.read_bytes()[:500])
@@ -470,8 +478,8 @@ def test_curves(capsys, tmp_path, monkeypatch):
         lines = [json.dumps({"epoch": 0, "loss": 1.0}), *map(json.dumps, rows)]
         (tmp_path / name / "log.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
-    args = linear_eval.parse_args(["long", "short", "--protocol", "curves", "--out", "out", "--device", "cpu"])
-    linear_eval.main(args)
+    args = ["long", "short", "--protocol", "curves", "--out", "out", "--device", "cpu"]
+    linear_eval.main(linear_eval.parse_args(args))
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["knn_accuracy"] for line in lines[-2:]] == [0.6, 0.5] and len(lines) == 5
     picture = torch.from_numpy(np.asarray(torchvision.datasets.folder.pil_loader("out/curves.png")) / 255)
@@ -486,7 +494,8 @@ def test_curves(capsys, tmp_path, monkeypatch):
             found = rows_of(common.COLOURS[0], start + 40 + 480 * epoch // 5 - (epoch == 5))
             assert found and abs(sum(found) / len(found) - row) <= 2
         assert not rows_of(common.COLOURS[0], start + 40 + 480 // 5 - 10)
-        assert rows_of(common.COLOURS[1], start + 40 + 480 // 5) and not rows_of(common.COLOURS[1], start + 300)
+        assert rows_of(common.COLOURS[1], start + 40 + 480 // 5)
+        assert not rows_of(common.COLOURS[1], start + 300)
     legend = picture[:, 2 * 576:]
     for colour, rows in ((common.COLOURS[0], slice(8, 24)), (common.COLOURS[1], slice(24, 40))):
         found = ((legend - torch.tensor(colour)).abs().amax(2) < 0.1).nonzero()[:, 0]
@@ -496,10 +505,12 @@ def test_curves(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda s: [s.clear(), s.update(epoch=3, net=torch.zeros(1))], "no backbone.conv1.weight and an unexpected epoch"),
+        (lambda s: [s.clear(), s.update(epoch=3, net=torch.zeros(1))],
+         "no backbone.conv1.weight and an unexpected epoch"),
         (lambda s: s["model"].update({"fc.bias": s["model"].pop("backbone.bn1.bias")}),
          "no backbone.bn1.bias and an unexpected fc.bias"),
-        (lambda s: s["probe"].update({"1.weight": torch.zeros(5, 32)}), "1.weight of shape (5, 32), not (2, 32)"),
+        (lambda s: s["probe"].update({"1.weight": torch.zeros(5, 32)}),
+         "1.weight of shape (5, 32), not (2, 32)"),
     ],
 )
 def test_a_foreign_checkpoint_in_a_run_folder_is_refused_by_its_keys(capfd, trained, tmp_path, change, words):
