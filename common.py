@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torchvision import datasets, utils
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -521,7 +521,8 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
         data, [[(0, i) for i in r] for r in rows], (), workers, env)
     training, result = backbone.training, torch.zeros(n, backbone.feature_dim, device=env.device)
     backbone.eval()
-    for r, ((x,), _) in zip(rows, source):
+    bar = tqdm(zip(rows, source), "features", len(rows), leave=False, disable=True if env.rank else None)
+    for r, ((x,), _) in bar:
         if x.shape[2:] != (size, size):
             x = v2.functional.center_crop(v2.functional.resize(x, size), size)
         with autocast(env.device, precision):
@@ -537,26 +538,33 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
 def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor,
                  k: int = 200, tau: float = 0.1, chunk: int = 256) -> float:
     """Accuracy in [0, 1] of a vote, with weight exp(sim / tau), of the k rows of train_x (N, D) that are
-    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N."""
-    k, n_classes, correct = min(k, len(train_x)), int(max(train_y.max(), test_y.max())) + 1, 0
+    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N.
+
+    Lists of k and of tau: a list of lists, [k][tau], at the price of one search for neighbours."""
+    ks, taus = (v if isinstance(v, list) else [v] for v in (k, tau))
+    n_classes, correct = int(train_y.max()) + 1, [[0] * len(taus) for _ in ks]
     bank = F.normalize(train_x.float(), dim=1).T
     for x, y in zip(F.normalize(test_x.float(), dim=1).split(chunk), test_y.split(chunk)):
-        similarity, index = (x @ bank).topk(k, dim=1)
-        weight = ((similarity - similarity[:, :1]) / tau).exp()  # over the nearest's: same vote, no overflow
-        votes = torch.zeros(len(x), n_classes, device=x.device).scatter_add_(1, train_y[index], weight)
-        correct += (votes.argmax(1) == y).sum().item()
-    return correct / len(test_y)
+        similarity, index = (x @ bank).topk(min(max(ks), len(train_x)), dim=1)
+        similarity, labels = similarity - similarity[:, :1], train_y[index]  # same vote, no overflow
+        for row, k_ in zip(correct, ks):
+            for i, tau_ in enumerate(taus):
+                weight = (similarity[:, :k_] / tau_).exp()
+                votes = torch.zeros(len(x), n_classes, device=x.device)
+                votes.scatter_add_(1, labels[:, :k_], weight)
+                row[i] += (votes.argmax(1) == y).sum().item()
+    accuracies = [[n / max(1, len(test_y)) for n in row] for row in correct]
+    return accuracies if isinstance(k, list) or isinstance(tau, list) else accuracies[0][0]
 
 
 def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> float:
     """knn_accuracy on env.device, the test rows shared out over the ranks."""
     x, y = test_x[env.rank::env.world_size], test_y[env.rank::env.world_size].to(env.device)
-    hits = torch.tensor(0.0)
-    if len(y):
-        hits += knn_accuracy(train_x, train_y.to(env.device), x, y, **options) * len(y)
+    accuracy = knn_accuracy(train_x, train_y.to(env.device), x, y, **options)
+    hits = torch.tensor(accuracy, dtype=torch.float64) * len(y)
     if env.world_size > 1:
         dist.all_reduce(hits)
-    return round(hits.item()) / len(test_y)
+    return (hits.round() / len(test_y)).tolist()
 
 
 def rankme(x: Tensor) -> float:
@@ -607,6 +615,16 @@ def load_checkpoint(path) -> dict:
     return state
 
 
+def unlike(wanted: dict, found: dict) -> str:
+    """How state dict `found` differs from `wanted`: the first key missing, the first unexpected, else the
+    first of another shape, in words; nothing if it loads."""
+    odd = [f"no {key}" for key in wanted if key not in found][:1]
+    odd += [f"an unexpected {key}" for key in found if key not in wanted][:1]
+    shapes = [[tuple(getattr(v[k], "shape", ())) for v in (found, wanted)] + [k] for k in wanted if not odd]
+    odd += [f"{key} of shape {a}, not {b}" for a, b, key in shapes if a != b][:1]
+    return " and ".join(odd)
+
+
 def grid(x: Tensor, data: Images, columns: int) -> Tensor:
     """Normalised images (N, 3, H, W) as one picture, small ones enlarged to about 64 px."""
     mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
@@ -614,19 +632,26 @@ def grid(x: Tensor, data: Images, columns: int) -> Tensor:
     return utils.make_grid(x, nrow=columns)
 
 
-def chart(curves: list[Tensor], texts: dict[str, tuple[int, int]], level: float = 0.0) -> Tensor:
-    """Curves, a value in [0, 1] for each column, in blue, light blue and orange, over a grey line at `level`;
-    texts at (left, top). -> picture (3, 256, columns + 16)"""
+COLOURS = ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2), (0.2, 0.6, 0.2), (0.8, 0.15, 0.15),
+           (0.55, 0.3, 0.7), (0.45, 0.3, 0.2), (0.9, 0.4, 0.7), (0.4, 0.7, 0.65), (0.4, 0.4, 0.4))
+
+
+def chart(curves: list[Tensor], texts: dict[str, tuple], level: float | list[float] = 0.0) -> Tensor:
+    """Curves, a value in [0, 1] or nan for each column, in COLOURS: blue, light blue, orange, ..., over grey
+    lines at `level`; texts at (left, top), or (left, top, i) in the i-th colour. -> picture (3, 256, columns
+    + 16)"""
     image = torch.ones(3, 240, len(curves[0]))
-    image[:, round(239 * (1 - level))] = 0.8
-    for curve, colour in zip(curves, ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2))):
-        y = (239 * (1 - curve.clamp(0, 1))).round().long().tolist()
+    image[:, (239 * (1 - torch.tensor(level))).round().long()] = 0.8
+    for curve, colour in zip(curves, COLOURS):
+        y = (239 * (1 - curve.clamp(0, 1))).round().tolist()
         for x, (a, b) in enumerate(zip(y[:-1], y[1:])):
-            image[:, min(a, b) : max(a, b) + 2, x : x + 2] = torch.tensor(colour)[:, None, None]
-    boxes = torch.tensor([[left, top, left + 1, top + 1] for left, top in texts.values()])
-    image = utils.draw_bounding_boxes((255 * image).byte(), boxes, list(texts), colors="white",
-                                      label_colors="black")
-    return F.pad(image, (8, 8, 8, 8), value=255) / 255
+            if not math.isnan(a + b):
+                image[:, int(min(a, b)):int(max(a, b)) + 2, x:x + 2] = torch.tensor(colour)[:, None, None]
+    picture = v2.functional.to_pil_image(F.pad(image, (8, 8, 8, 8), value=1))
+    for text, (left, top, *i) in texts.items():
+        colour = tuple(round(255 * v) for v in COLOURS[i[0]]) if i else (0, 0, 0)
+        ImageDraw.Draw(picture).text((left + 8, top + 8), text, colour)
+    return v2.functional.pil_to_tensor(picture) / 255
 
 
 def heatmaps(matrices: list[Tensor]) -> Tensor:
@@ -770,6 +795,9 @@ class Run:
             state = {"step": 0, "sums": {}, "seconds": 0.0}
             state = load_checkpoint(checkpoint) if checkpoint.exists() else state
             for name, part in self.parts.items() if checkpoint.exists() else ():
+                odd = unlike(part.state_dict(), state.get(name, state))
+                if odd:
+                    raise ValueError(f"the {name} in {checkpoint.name} is another's, it has {odd}")
                 part.load_state_dict(state[name])
             self.step, self.seconds = state["step"], state["seconds"]
             self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
@@ -778,7 +806,8 @@ class Run:
 
         def write():  # keep the log lines of whole epochs
             self.out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"settings": settings, "all": vars(self.args)}, indent=1)
+            script = Path(sys.argv[0]).stem
+            text = json.dumps({"script": script, "settings": settings, "all": vars(self.args)}, indent=1)
             write_file(arguments, lambda file: file.write(text.encode()))
             lines = log.read_text().splitlines(keepends=True) if log.exists() else []
             whole = self.step // self.steps_per_epoch
