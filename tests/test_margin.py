@@ -265,6 +265,12 @@ def test_moco_and_byol_pairs():
     loss = margin_infonce_loss(cos, pos, tau=1.0, beta=0.0)
     squared = (F.normalize(z1, dim=1) - F.normalize(z2, dim=1)).pow(2).sum(1).mean()  # BYOL's own form
     torch.testing.assert_close(2 + 2 * loss, squared)
+    # at the script's tau: (N, D) each of predictions and targets, 2 - 2 cos of both directions, summed
+    p1, t1, p2, t2 = *views(4, 3), *views(4, 3, seed=2)
+    sides = [(2 - 2 * F.cosine_similarity(p, t)).mean() for p, t in ((p1, t2), (p2, t1))]
+    cos, pos = similarities("byol", torch.cat([p1, p2]), torch.cat([t2, t1]), None)
+    tau = margin_infonce.parse_args([*TINY, "--framework", "byol"]).tau
+    torch.testing.assert_close(4 + margin_infonce_loss(cos, pos, tau=tau, beta=0.0), sum(sides))
     equal = torch.ones(4, 3, dtype=torch.float64)
     cos, pos = similarities("moco", equal, equal, F.normalize(torch.ones(6, 3, dtype=torch.float64), dim=1))
     assert margin_infonce_loss(cos, pos, tau=0.2).item() == pytest.approx(math.log(7))

@@ -82,7 +82,7 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
     else:
         optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=0.01)
     optimizer.load_state_dict(states[0]["optimizer"])
-    decays = [group["weight_decay"] for group in optimizer.param_groups]  # the script's, and LARS skips biases
+    decays = [group["weight_decay"] for group in optimizer.param_groups]  # the script's
     assert decays[0] == 0.01 and (decays[1] == 0 or isinstance(optimizer, common.LARS))
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = LR, LR / 2
     return script, args, models, optimizer, Views.last, logged
