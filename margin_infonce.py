@@ -70,7 +70,7 @@ CIFAR = dict(arch="resnet18", width=64, projector="512-128", epochs=200, batch_s
              base_lr=0.06, bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096,
              momentum_encoder=0.99)
 STL = dict(CIFAR, queue=16384, momentum_encoder=0.996)
-# The baselines' own papers' (the network and 100 epochs are in both); BYOL's rate is its own for 100 epochs
+# The baselines' own papers'; the 100 epochs are this paper's, and BYOL's rate is the one it has for them
 LARGE = dict(CIFAR, arch="resnet50", epochs=100)
 IMAGENET = {
     "moco": dict(LARGE, projector="2048-128", base_lr=0.03, weight_decay=1e-4, warmup_epochs=0.0, tau=0.2,
