@@ -480,7 +480,7 @@ METHODS = {
         ["--method", "vicreg-ctr", "--base-lr", "0.3", "--projector", "32-12"],
         {"sim", "var", "cov"},
     ),
-    "margin_infonce byol": (["--base-lr", "0.3", "--scale", "2", "--framework", "byol"], {"positive_cos"}),
+    "margin_infonce byol": (["--base-lr", "0.075", "--scale", "2", "--framework", "byol"], {"positive_cos"}),
 }
 for loss in [
     name for name in vicreg_variants.METHODS if name not in ("vicreg", "vicreg-ctr")

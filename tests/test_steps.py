@@ -76,12 +76,14 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
         for large in (True, False)
     ]
     groups = [{"params": group} for group in groups]
-    if "SGD" in open(script.__file__).read():
+    if "SGD" in open(script.__file__).read() and "lars" not in flags:
         groups[0]["weight_decay"] = 0.01
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
     else:
         optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=0.01)
     optimizer.load_state_dict(states[0]["optimizer"])
+    decays = [group["weight_decay"] for group in optimizer.param_groups]  # the script's
+    assert decays[0] == 0.01 and (decays[1] == 0 or isinstance(optimizer, common.LARS))
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = LR, LR / 2
     return script, args, models, optimizer, Views.last, logged
 
@@ -161,6 +163,7 @@ def test_sane(monkeypatch, tmp_path, capfd, ablation):
 MARGINS = [
     "--m1 0.3 --m2 0.1 --scale 2 --curvature 1.5 --attenuation 0.5 --attenuation-type 2 --tau 0.4",
     "--ratio-m1 0.8 --attenuation 0.3",
+    "--ratio-m1 0.8 --attenuation 0.3 --optimizer lars --final-momentum 1",
 ]
 
 
@@ -171,7 +174,7 @@ def test_margin_infonce(monkeypatch, tmp_path, capfd, framework, flags):
     script, args, (before, after), optimizer, (x1, x2), logged = step(
         monkeypatch, tmp_path, capfd, "margin_infonce", all_flags
     )
-    tau = 0.4 if "--tau" in flags else {"moco": 0.2, "simclr": 0.5, "byol": 1.0}[framework]
+    tau = 0.4 if "--tau" in flags else {"moco": 0.2, "simclr": 0.5, "byol": 0.25}[framework]
     options = dict(m1=0.3, m2=0.1, scale=2.0, curvature=1.5, attenuation=0.5, attenuation_type=2)
     options = options if "--m1" in flags else dict(ratio_m1=0.8, attenuation=0.3)
     if framework == "simclr":
@@ -193,7 +196,8 @@ def test_margin_infonce(monkeypatch, tmp_path, capfd, framework, flags):
     loss = script.margin_infonce_loss(cos, pos, tau=tau, beta=float(framework != "byol"), **options)
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert logged["positive_cos"] == pytest.approx(positive, rel=1e-4)
-    check_weights(before, after, optimizer, loss, momentum=None if framework == "simclr" else 0.9)
+    momentum = 1 - 0.1 * (math.cos(math.pi / 8) + 1) / 2 if "--final-momentum" in flags else 0.9  # BYOL's
+    check_weights(before, after, optimizer, loss, momentum=None if framework == "simclr" else momentum)
     if framework == "moco":
         check_queue(before, after, t2)
 
