@@ -724,7 +724,6 @@ def add_run_args(parser):
     add("--epochs", type=count, help="length of the schedule")
     add("--batch-size", type=count, help="images per step over all processes")
     add("--base-lr", type=rate, help="learning rate per 256 images of the batch")
-    add("--bias-lr", type=rate, help="of biases and BatchNorm, times that of weights: LARS does not scale it")
     add("--weight-decay", type=rate, help="of weights; none on biases and BatchNorm")
     add("--warmup-epochs", type=rate, help="of linear warm-up")
     add("--limit-images", type=count, help="keep the first training images only")

@@ -67,7 +67,7 @@ import common
 
 # The paper's for all frameworks, after ReSSL; the projector is ours
 CIFAR = dict(arch="resnet18", width=64, projector="512-128", epochs=200, batch_size=256, optimizer="sgd",
-             base_lr=0.06, bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096,
+             base_lr=0.06, weight_decay=5e-4, warmup_epochs=5.0, queue=4096,
              momentum_encoder=0.99)
 STL = dict(CIFAR, queue=16384, momentum_encoder=0.996)
 # The baselines' own papers'; the 100 epochs are this paper's, and BYOL's rate is the one it has for them
@@ -345,7 +345,8 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
             with common.autocast(env.device, args.precision):
                 h, z1, z2 = net(x1, x2)

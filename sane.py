@@ -49,7 +49,7 @@ from torchvision.transforms.v2 import functional as TF
 import common
 
 CIFAR = dict(arch="resnet50", width=64, projector="2048-2048-128", epochs=2000, batch_size=256, base_lr=0.06,
-             bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99, tau=0.2,
+             weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99, tau=0.2,
              tau_prime=0.8, kappa=2.0, m1=0.0, m2=1.0)
 IMAGENET = dict(CIFAR, epochs=200, base_lr=0.03, weight_decay=1e-4, warmup_epochs=0.0, queue=65536,
                 momentum_encoder=0.999, tau_prime=1.0, kappa=0.1, m1=0.5, m2=10.0)
@@ -270,7 +270,8 @@ def main(args):
         for step, (x1, x2, *crops), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             mu = mu_schedule(step, run.total_steps, args.m1, args.m2)
 
             with torch.no_grad(), common.autocast(env.device, args.precision):

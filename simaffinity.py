@@ -34,7 +34,7 @@ CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, 
              weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
 IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-2048", epochs=200, base_lr=0.05)
 RECIPES = {
-    "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
+    "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=10, batch_size=256, base_lr=3.0,
                      warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),

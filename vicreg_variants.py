@@ -77,6 +77,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
     add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal (paper's)")
     add("--radius", type=common.positive, default=1.0, help="of spectral: the rows' squared norm")
+    add("--bias-lr", type=common.rate,
+        help="of biases and BatchNorm, times that of weights, which LARS scales (ours: patterns 0.01)")
     add("--augment", choices=tuple(AUGMENTS), help="the same twice, or BYOL's two different ones (Table S1)")
     common.add_run_args(parser)
     simclr = parser.parse_known_args(argv)[0].method.startswith("simclr")
@@ -344,7 +346,8 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group, share in zip(optimizer.param_groups, (1, args.bias_lr)):
+                group["lr"] = lr * share
 
             with common.autocast(env.device, args.precision):
                 h, z1, z2 = net(x1, x2)

@@ -258,6 +258,8 @@ OWN = (
     "terms = ",
     "momentum_encoder",
     "args.symmetric",
+    "optimizer.param_groups",
+    'group["lr"]',
     "end_epoch(",
 )
 

@@ -508,13 +508,15 @@ def test_every_script_goes_on_bit_for_bit(capfd, tmp_path, method):
 class FixedViews:
     """For common.Augment: the image as it is, then mirrored, in turn."""
 
+    calls = 0
+
     def __init__(self, size, crop_scale=(1, 1), **options):
-        self.size, self.crop_scale, self.calls = size, crop_scale, 0
+        self.size, self.crop_scale = size, crop_scale
 
     def __call__(self, images, crop=True):
-        self.calls += 1
+        FixedViews.calls += 1
         x = torch.nn.functional.interpolate(images / 255 - 0.5, self.size)
-        return x.flip(3) if self.calls % 2 == 0 else x
+        return x.flip(3) if FixedViews.calls % 2 == 0 else x
 
 
 def without_batchnorm(script, args, env, out, err):

@@ -15,22 +15,22 @@ from torch import nn
 import common
 
 COMMON = "--dataset patterns --batch-size 16 --projector 12-8 --epochs 2 --base-lr 4 --device cpu"
-COMMON += " --warmup-epochs 0 --precision fp32 --weight-decay 0.01 --bias-lr 0.5"
+COMMON += " --warmup-epochs 0 --precision fp32 --weight-decay 0.01"
 LR = 4 * 16 / 256 * (1 + math.cos(math.pi / 8)) / 2  # step 1 of 8
 
 
 class Views:
     """For common.Augment: the images as they are, then mirrored, in turn; the last are kept."""
 
-    last = []
+    last, calls = [], 0
 
     def __init__(self, size, crop_scale=(1, 1), **options):
-        self.size, self.crop_scale, self.calls = size, crop_scale, 0
+        self.size, self.crop_scale = size, crop_scale
 
     def __call__(self, images, crop=True):
-        self.calls += 1
+        Views.calls += 1
         x = images / 255 - 0.5
-        Views.last = [*Views.last[-1:], x.flip(3) if self.calls % 2 == 0 else x]
+        Views.last = [*Views.last[-1:], x.flip(3) if Views.calls % 2 == 0 else x]
         return Views.last[-1]
 
 
@@ -52,10 +52,10 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
     monkeypatch.setattr(common, "patterns", lambda train=True: (images, torch.arange(64) % 10))
     monkeypatch.setattr(script, "mlp", lambda widths: nn.Linear(widths[0], widths[-1]))
     hook, handlers = sys.excepthook, [(n, signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)]
-    states, rows = [], []
+    states, rows, bias_lr = [], [], ["--bias-lr", "0.5"] if name == "vicreg_variants" else []
     for steps in (1, 2):
         args = script.parse_args(
-            [*COMMON.split(), *flags, "--out", str(tmp_path / "run"), "--max-steps", str(steps)]
+            [*COMMON.split(), *flags, *bias_lr, "--out", str(tmp_path / "run"), "--max-steps", str(steps)]
         )
         script.main(args)
         states.append(torch.load(tmp_path / "run" / "checkpoint.pt"))
@@ -71,10 +71,9 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
     for state in states:
         models.append(script.Model(args, True))
         models[-1].load_state_dict(state["model"])
-    groups = [
-        [p for p in models[0].parameters() if p.requires_grad and (p.ndim > 1) == large]
-        for large in (True, False)
-    ]
+    params = [p for p in models[0].parameters() if p.requires_grad]
+    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]]
+    groups = [params] if name.startswith("sim") else groups
     groups = [{"params": group} for group in groups]
     if "SGD" in open(script.__file__).read() and "lars" not in flags:
         groups[0]["weight_decay"] = 0.01
@@ -83,8 +82,9 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
         optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=0.01)
     optimizer.load_state_dict(states[0]["optimizer"])
     decays = [group["weight_decay"] for group in optimizer.param_groups]  # the script's
-    assert decays[0] == 0.01 and (decays[1] == 0 or isinstance(optimizer, common.LARS))
-    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = LR, LR / 2
+    assert decays[0] == 0.01 and (decays[-1] == 0 or isinstance(optimizer, common.LARS))
+    for group, share in zip(optimizer.param_groups, (1, 0.5)):  # --bias-lr
+        group["lr"] = LR * (share if name == "vicreg_variants" else 1)
     return script, args, models, optimizer, Views.last, logged
 
 
