@@ -307,9 +307,9 @@ def spectrum_picture(z: Tensor, h: Tensor) -> Tensor:
         off = G[~torch.eye(len(G), dtype=torch.bool)]
         counts = torch.histc(off, 120, -1, 1)
         histograms.append((counts / counts.max().clamp(min=1)).repeat_interleave(3))
-    sizes = f"{min(z.shape)} of embeddings, {min(h.shape)} of representations"
-    left = {"singular values, 1 to 1e-8": (4, 2), sizes: (130, 226)}
-    right = {"pairs": (4, 2), "cosine, correlation: -1 to 1": (200, 226)}
+    left = {"singular values, 1 to 1e-8": (200, 2), f"blue: {min(z.shape)} of embeddings": (4, 204),
+            f"light blue: {min(h.shape)} of representations": (4, 218)}
+    right = {"pairs, -1 to 1": (4, 2), "blue: cosines": (4, 16), "light blue: correlations": (4, 30)}
     return torch.cat([common.chart(spectra, left), common.chart(histograms, right)], dim=2)
 
 
