@@ -578,7 +578,8 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
     with together(env):
         training, result = backbone.training, torch.zeros(n, backbone.feature_dim, device=env.device)
         backbone.eval()
-        for r, ((x,), _) in zip(rows, source):
+        bar = tqdm(zip(rows, source), "features", len(rows), leave=False, disable=True if env.rank else None)
+        for r, ((x,), _) in bar:
             if x.shape[2:] != (size, size):
                 x = v2.functional.center_crop(v2.functional.resize(x, size), size)
             with autocast(env.device, precision):
@@ -596,27 +597,34 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
 def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor,
                  k: int = 200, tau: float = 0.1, chunk: int = 256) -> float:
     """Accuracy in [0, 1] of a vote, with weight exp(sim / tau), of the k rows of train_x (N, D) that are
-    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N."""
-    k, n_classes, correct = min(k, len(train_x)), int(max(train_y.max(), test_y.max())) + 1, 0
+    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N.
+
+    Lists of k and of tau: a list of lists, [k][tau], at the price of one search for neighbours."""
+    ks, taus = (v if isinstance(v, list) else [v] for v in (k, tau))
+    n_classes, correct = int(train_y.max()) + 1, [[0] * len(taus) for _ in ks]
     bank = F.normalize(train_x.float(), dim=1).T
     for x, y in zip(F.normalize(test_x.float(), dim=1).split(chunk), test_y.split(chunk)):
-        similarity, index = (x @ bank).topk(k, dim=1)
-        weight = ((similarity - similarity[:, :1]) / tau).exp()  # over the nearest's: same vote, no overflow
-        votes = torch.zeros(len(x), n_classes, device=x.device).scatter_add_(1, train_y[index], weight)
-        correct += (votes.argmax(1) == y).sum().item()
-    return correct / len(test_y)
+        similarity, index = (x @ bank).topk(min(max(ks), len(train_x)), dim=1)
+        similarity, labels = similarity - similarity[:, :1], train_y[index]  # same vote, no overflow
+        for row, k_ in zip(correct, ks):
+            for i, tau_ in enumerate(taus):
+                weight = (similarity[:, :k_] / tau_).exp()
+                votes = torch.zeros(len(x), n_classes, device=x.device)
+                votes.scatter_add_(1, labels[:, :k_], weight)
+                row[i] += (votes.argmax(1) == y).sum().item()
+    accuracies = [[n / max(1, len(test_y)) for n in row] for row in correct]
+    return accuracies if isinstance(k, list) or isinstance(tau, list) else accuracies[0][0]
 
 
 def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> float:
     """knn_accuracy on env.device, the test rows shared out over the ranks."""
-    hits = torch.tensor(0.0)
     with together(env):
         x, y = test_x[env.rank::env.world_size], test_y[env.rank::env.world_size].to(env.device)
-        if len(y):
-            hits += knn_accuracy(train_x, train_y.to(env.device), x, y, **options) * len(y)
+        accuracy = knn_accuracy(train_x, train_y.to(env.device), x, y, **options)
+        hits = torch.tensor(accuracy, dtype=torch.float64) * len(y)
     if env.world_size > 1:
         dist.all_reduce(hits)
-    return round(hits.item()) / len(test_y)
+    return (hits.round() / len(test_y)).tolist()
 
 
 def rankme(x: Tensor) -> float:
@@ -667,6 +675,16 @@ def load_checkpoint(path) -> dict:
     return state
 
 
+def unlike(wanted: dict, found: dict) -> str:
+    """How state dict `found` differs from `wanted`: the first key missing, the first unexpected, else the
+    first of another shape, in words; nothing if it loads."""
+    odd = [f"no {key}" for key in wanted if key not in found][:1]
+    odd += [f"an unexpected {key}" for key in found if key not in wanted][:1]
+    shapes = [[tuple(getattr(v[k], "shape", ())) for v in (found, wanted)] + [k] for k in wanted if not odd]
+    odd += [f"{key} of shape {a}, not {b}" for a, b, key in shapes if a != b][:1]
+    return " and ".join(odd)
+
+
 def grid(x: Tensor, data: Images, columns: int) -> Tensor:
     """Normalised images (N, 3, H, W) as one picture, small ones enlarged to about 64 px."""
     mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
@@ -674,19 +692,26 @@ def grid(x: Tensor, data: Images, columns: int) -> Tensor:
     return utils.make_grid(x, nrow=columns)
 
 
-def chart(curves: list[Tensor], texts: dict[str, tuple[int, int]], level: float = 0.0) -> Tensor:
-    """Curves, a value in [0, 1] for each column, in blue, light blue and orange, over a grey line at `level`;
-    texts at (left, top). -> picture (3, 256, columns + 16)"""
+COLOURS = ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2), (0.2, 0.6, 0.2), (0.8, 0.15, 0.15),
+           (0.55, 0.3, 0.7), (0.45, 0.3, 0.2), (0.9, 0.4, 0.7), (0.4, 0.7, 0.65), (0.4, 0.4, 0.4))
+
+
+def chart(curves: list[Tensor], texts: dict[str, tuple], level: float | list[float] = 0.0) -> Tensor:
+    """Curves, a value in [0, 1] or nan for each column, in COLOURS: blue, light blue, orange, ..., over grey
+    lines at `level`; texts at (left, top), or (left, top, i) in the i-th colour. -> picture (3, 256, columns
+    + 16)"""
     image = torch.ones(3, 240, len(curves[0]))
-    image[:, round(239 * (1 - level))] = 0.8
-    for curve, colour in zip(curves, ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2))):
-        y = (239 * (1 - curve.clamp(0, 1))).round().long().tolist()
+    image[:, (239 * (1 - torch.tensor(level))).round().long()] = 0.8
+    for curve, colour in zip(curves, COLOURS):
+        y = (239 * (1 - curve.clamp(0, 1))).round().tolist()
         for x, (a, b) in enumerate(zip(y[:-1], y[1:])):
-            image[:, min(a, b) : max(a, b) + 2, x : x + 2] = torch.tensor(colour)[:, None, None]
-    image = v2.functional.to_pil_image(image)
-    for text, place in texts.items():
-        ImageDraw.Draw(image).text(place, text, fill="black")
-    return F.pad(v2.functional.pil_to_tensor(image), (8, 8, 8, 8), value=255) / 255
+            if not math.isnan(a + b):
+                image[:, int(min(a, b)):int(max(a, b)) + 2, x:x + 2] = torch.tensor(colour)[:, None, None]
+    picture = v2.functional.to_pil_image(F.pad(image, (8, 8, 8, 8), value=1))
+    for text, (left, top, *i) in texts.items():
+        colour = tuple(round(255 * v) for v in COLOURS[i[0]]) if i else (0, 0, 0)
+        ImageDraw.Draw(picture).text((left + 8, top + 8), text, colour)
+    return v2.functional.pil_to_tensor(picture) / 255
 
 
 def heatmaps(matrices: list[Tensor]) -> Tensor:
@@ -751,7 +776,6 @@ def add_run_args(parser):
     add("--epochs", type=count, help="length of the schedule")
     add("--batch-size", type=count, help="images per step over all processes")
     add("--base-lr", type=rate, help="learning rate per 256 images of the batch")
-    add("--bias-lr", type=rate, help="of biases and BatchNorm, times that of weights: LARS does not scale it")
     add("--weight-decay", type=rate, help="of weights; none on biases and BatchNorm")
     add("--warmup-epochs", type=rate, help="of linear warm-up")
     add("--limit-images", type=count, help="keep the first training images only")
@@ -777,8 +801,8 @@ FREE = {"max_steps", "device", "workers", "data_dir", "save_every", "eval_every"
 class Run:
     """Folder and books of a training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
 
-    views: an Augment per view. picture(z1, z2) -> matrices to draw, for one fixed batch in eval mode. k, tau:
-    of the k-NN that watches the training.
+    views: an Augment per view. picture(z1, z2, args) -> matrices to draw, for one fixed batch in eval mode.
+    k, tau: of the k-NN that watches the training.
     model.backbone is evaluated; what must survive a restart is in the state_dict of model or optimizer."""
 
     def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, views, picture,
@@ -839,6 +863,9 @@ class Run:
             state = {"step": 0, "sums": {}, "seconds": 0.0, "row": None}
             state = load_checkpoint(checkpoint) if checkpoint.exists() else state
             for name, part in self.parts.items() if checkpoint.exists() else ():
+                odd = unlike(part.state_dict(), state.get(name, state))
+                if odd:
+                    raise ValueError(f"the {name} in {checkpoint.name} is another's, it has {odd}")
                 part.load_state_dict(state[name])
             self.step, self.seconds, self.row = state["step"], state["seconds"], state["row"]
             self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
@@ -853,7 +880,8 @@ class Run:
             owed = self.row and (done or self.row["epoch"] <= whole) and self.row["step"] == self.step
             owed = owed and all(row["step"] < self.step for _, row in rows)
             if owed or not done:
-                text = json.dumps({"settings": settings, "all": vars(self.args)}, indent=1)
+                text = {"script": Path(sys.argv[0]).stem, "settings": settings, "all": vars(self.args)}
+                text = json.dumps(text, indent=1)
                 write_file(arguments, lambda file: file.write(text.encode()))
                 write_file(log, lambda file: file.write("".join(line for line, _ in rows).encode()))
             return owed
@@ -955,7 +983,7 @@ class Run:
         if due and labels is not None:
             row.update(self.attempt("evaluation", lambda: self.evaluate(final)))
         self.draw("affinity.png", lambda: heatmaps(
-            self.picture(*(z.float() for z in self.model(*self.fixed)[1:]))))
+            self.picture(*(z.float() for z in self.model(*self.fixed)[1:3]), self.args)))
         on_rank0(lambda: self.write(row), self.env)
 
     def attempt(self, what: str, function) -> dict:

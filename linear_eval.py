@@ -1,58 +1,85 @@
-"""Evaluate a pretrained backbone, which stays frozen and in eval mode.
+"""Evaluate pretrained backbones, which stay frozen and in eval mode.
 
     python linear_eval.py RUN                                a run folder, a checkpoint.pt or a backbone.pt
-    python linear_eval.py RUN --protocol knn --k 20          a minute on a CPU
+    python linear_eval.py RUN RUN RUN --protocol knn         a table of several; a minute each on a CPU
     python linear_eval.py RUN --dataset cifar100             transfer to another data set
-    python linear_eval.py RUN --protocol cka --other RUN2    how alike two backbones are
     torchrun --nproc_per_node=8 linear_eval.py RUN           several GPUs: the same global batch
 
 linear           classifier on features of random crops and flips: SGD lr 30 (x batch/256), momentum 0.9,
-                 no weight decay, batch 256, 100 epochs, cosine, which is MoCo's protocol; on imagenet LARS
-                 base lr 0.02, batch 1024, 90 epochs
-frozen-features  the same classifier on features taken once, of images as they are
-knn              vote of the k nearest training images, weight exp(cosine / tau)
+                 no weight decay, batch 256, 100 epochs, cosine; on imagenet LARS base lr 0.02, batch 1024,
+                 90 epochs. Both are UniCLR's (Sec. 4). MoCo's, which the papers of the margins and of SANE
+                 follow: --schedule step, on imagenet with --optimizer sgd --batch-size 256 --epochs 100;
+                 SANE on CIFAR-10: --epochs 200
+frozen-features  the same classifier on features taken once, of images as they are (ours: quick)
+knn              vote of the k nearest training images, weight exp(cosine / tau). Of lists, as the duality
+                 paper has them (App. F), accuracy is the first pair's, best_on_test chosen on test images
 rankme           effective rank of the training features (Garrido et al., arXiv 2210.02885)
 cka              linear CKA of the two backbones' test features (Kornblith et al., arXiv 1905.00414)
+features         features and labels of both splits as .npy in --out, for t-SNE, UMAP, scikit-learn
+curves           k-NN and online probe over the epochs of several runs, from their logs: OUT/curves.png
 
-The last line on stdout is a JSON object. accuracy: of the last epoch, over every test image once. The
-classifier sees the features divided by one number, the mean norm of the training features (ours): it stays
-linear, and lr 30, which was found on features of norm about 1, suits every network.
+stdout ends with a JSON object for each run. accuracy: of the last epoch, over every test image once. The
+classifier sees the features over their mean norm s (ours; --no-normalize: as they are): for the weights, SGD
+with lr is then SGD with lr / s^2 without, and lr 30 suits every network. Top-1 of three pre-runs (SimCLR,
+VICReg-exp, SANE; frozen-features, README): 43.3, 47.0, 34.7 %; as they are, lr 30: 35.3, 39.1, 32.7 %.
 """
 import argparse
 import hashlib
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision import utils
+from tqdm import tqdm
 
 import common
 from common import rankme
 
-PROTOCOLS = ("linear", "frozen-features", "knn", "rankme", "cka")
-
 
 def parse_args(argv=None):
+    def counts(text):
+        return [common.count(v) for v in text.split(",")]
+
+    def temperatures(text):
+        return [common.positive(v) for v in text.split(",")]
+
     parser = argparse.ArgumentParser(prog="linear_eval.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="run folder, checkpoint.pt or backbone.pt")
-    parser.add_argument("--protocol", choices=PROTOCOLS, default="linear")
-    parser.add_argument("--other", help="second run, checkpoint or backbone, for --protocol cka")
-    parser.add_argument("--k", type=int, default=200, help="neighbours")
-    parser.add_argument("--tau", type=float, default=0.1, help="temperature of the k-NN vote")
-    parser.add_argument("--dataset", choices=common.DATASETS, help="default: that of the pretraining")
-    parser.add_argument("--epochs", type=int, help="of the classifier (default 100; imagenet 90)")
-    parser.add_argument("--batch-size", type=int, help="over all processes (default 256; imagenet 1024)")
-    parser.add_argument("--base-lr", type=float, help="per 256 images (default 30; imagenet: LARS 0.02)")
-    parser.add_argument("--out", help="folder in whose eval.jsonl the result is written, too")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folder, checkpoint.pt or backbone.pt")
+    add("--protocol", default="linear",
+        choices=("linear", "frozen-features", "knn", "rankme", "cka", "features", "curves"))
+    add("--other", help="second run, checkpoint or backbone, for --protocol cka")
+    add("--k", type=counts, default=[200], help="neighbours, K or K,K,...")
+    add("--tau", type=temperatures, default=[0.1], help="temperature of the k-NN vote, T or T,T,...")
+    add("--dataset", choices=common.DATASETS, help="default: that of the pretraining")
+    add("--epochs", type=common.count, help="of the classifier (default 100; imagenet 90)")
+    add("--batch-size", type=common.count, help="over all processes (default 256; imagenet 1024)")
+    add("--optimizer", choices=("sgd", "lars"), help="default sgd; imagenet lars")
+    add("--base-lr", type=common.positive, help="per 256 images (default: sgd 30, lars 0.02)")
+    add("--schedule", choices=("cosine", "step"), default="cosine", help="step: x 0.1 at 60 %% and 80 %%")
+    add("--weight-decay", type=common.rate, default=0.0, help="of the classifier (default 0)")
+    add("--normalize", action=argparse.BooleanOptionalAction, default=True,
+        help="divide the features by one number, the mean norm of the training features (default)")
+    add("--save", metavar="FILE", help="write the classifier and what it takes to use it")
+    add("--out", help="folder for eval.jsonl (results, added), .npy, .png and the classifier of each epoch: "
+                      "the same command goes on from it; other settings or another backbone start anew")
     common.add_machine_args(parser)
     args = parser.parse_args(argv)
-    if any(v is not None and v <= 0 for v in (args.k, args.tau, args.epochs, args.batch_size, args.base_lr)):
-        parser.error("--k, --tau, --epochs, --batch-size and --base-lr must be positive")
     if (args.protocol == "cka") != (args.other is not None):
         parser.error("--other goes with --protocol cka, and cka needs it")
+    if args.save and args.protocol not in ("linear", "frozen-features"):
+        parser.error("--save goes with --protocol linear or frozen-features")
+    most = 1 if args.save else {"features": 1, "curves": len(common.COLOURS)}.get(args.protocol, math.inf)
+    if len(args.runs) > most:
+        parser.error(f"{len(args.runs)} runs, but --save and --protocol features take one, curves ten")
+    if args.protocol in ("features", "curves") and not args.out:
+        parser.error(f"--protocol {args.protocol} needs --out")
     return args
 
 
@@ -76,122 +103,231 @@ def load_backbone(path) -> tuple[nn.Module, dict]:
         weights = {k.removeprefix("backbone."): v for k, v in model.items() if k.startswith("backbone.")}
     try:
         backbone = common.resnet(about["arch"], about["width"], about["small_images"])
-        backbone.load_state_dict(weights, strict=True)
+        odd = common.unlike(backbone.state_dict(), weights)
         wanted = ("arch", "width", "small_images", "mean", "std", "image_size", "dataset")
         about = {key: about[key] for key in wanted}
-    except (KeyError, TypeError, RuntimeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         keys = ", ".join(str(key) for key in list(about if weights is None else weights)[:3])
-        common.fail(f"{path} holds no backbone of this project: its first keys are {keys or 'none'}; "
-                    f"wanted: arch, width, ... and a state_dict with torchvision's keys, conv1.weight, ...")
+        odd = f"{keys or 'nothing'}, not arch, width, ... and a state_dict with conv1.weight, ..."
+    if odd:
+        common.fail(f"{path} holds no backbone of this project: it has {odd}")
+    backbone.load_state_dict(weights)
     return backbone.requires_grad_(False).eval(), about
 
 
-def fingerprint(module: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for value in module.state_dict().values():
-        digest.update(value.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def method(run) -> str:
+    """What the args.json beside a backbone says: --method, --framework or else the script."""
+    try:
+        said = json.loads(((Path(run) if Path(run).is_dir() else Path(run).parent) / "args.json").read_text())
+        return said["settings"].get("method") or said["settings"].get("framework") or said["script"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return "-"
 
 
-def train_classifier(classifier: nn.Linear, feature_batches, optimizer, lr: float, epochs: int, steps: int,
-                     env):
-    """Fit it to feature_batches(epoch), which yields this rank's (features, labels) of each of its steps."""
+def digest(*values) -> str:
+    """Hash of tensors, and of values that print as what they are."""
+    result = hashlib.sha256()
+    for v in values:
+        result.update(v.cpu().contiguous().numpy().tobytes() if torch.is_tensor(v) else repr(v).encode())
+    return result.hexdigest()
+
+
+def linear(run, name: str, backbone: nn.Module, about: dict, train, test, features, args, env) -> dict:
+    """The protocols linear and frozen-features: train a classifier, test it, save it; what to report."""
+    frozen, imagenet, n = args.protocol == "frozen-features", name == "imagenet", len(train.images)
+    batch_size = min(args.batch_size or (1024 if imagenet else 256), n) // env.world_size * env.world_size
+    kind, epochs = args.optimizer or ("lars" if imagenet else "sgd"), args.epochs or (90 if imagenet else 100)
+    base_lr = args.base_lr or (0.02 if kind == "lars" else 30.0)
+    lr, steps = base_lr * batch_size / 256, n // batch_size
+    report = dict(epochs=epochs, batch_size=batch_size, optimizer=kind, base_lr=base_lr,
+                  schedule=args.schedule, weight_decay=args.weight_decay, normalize=args.normalize)
+    weights, test_x = digest(*backbone.state_dict().values()), features(test)
+    train_x = features(train) if frozen or args.normalize else None
+    scale = train_x.norm(dim=1).mean().item() if args.normalize else 1.0
+    augment = common.Augment(train.image_size, crop_scale=(0.08, 1.0), jitter_p=0.0, gray_p=0.0, blur_p=0.0,
+                             mean=train.mean, std=train.std)
+    source, view = (train._replace(images=train_x), lambda h, crop: h) if frozen else (train, augment)
+
+    torch.manual_seed(args.seed)
+    classifier = nn.Linear(backbone.feature_dim, len(train.classes)).to(env.device)
     nn.init.normal_(classifier.weight, std=0.01)
     nn.init.zeros_(classifier.bias)
-    step = 0
-    for epoch in range(epochs):
-        for h, y in feature_batches(epoch):
-            optimizer.param_groups[0]["lr"] = common.cosine_lr(step, epochs * steps, lr)
-            loss = F.cross_entropy(classifier(h), y)
+    optimizer = (common.LARS if kind == "lars" else torch.optim.SGD)(
+        classifier.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+
+    first, file = 0, None
+    if args.out:  # named by all that decides what is in it
+        key = digest(weights, about, train.images, train.labels, report, args.seed, args.precision)
+        file = Path(args.out) / f"{args.protocol}-{key[:12]}.pt"
+    if file and file.exists():
+        try:
+            state = common.load_checkpoint(file)
+        except ValueError as error:
+            common.fail(error)
+        classifier.load_state_dict(state["classifier"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["epoch"]
+    bar = tqdm(desc="classifier", total=epochs * steps, initial=first * steps, unit="step", leave=False,
+               disable=True if env.rank else None)
+    for epoch in range(first, epochs):
+        batches = common.batches(source, epoch, batch_size, env, args.seed, [view], args.workers)
+        for step, ((x,), y) in enumerate(batches, epoch * steps):
+            with torch.no_grad(), common.autocast(env.device, args.precision):
+                h = x if frozen else backbone(x)
+            rate = common.cosine_lr(step, epochs * steps, lr) if args.schedule == "cosine" else (
+                lr * 0.1 ** ((10 * epoch >= 6 * epochs) + (10 * epoch >= 8 * epochs)))
+            optimizer.param_groups[0]["lr"] = rate
+            loss = F.cross_entropy(classifier(h.float() / scale), y)
             optimizer.zero_grad()
             loss.backward()
             for p in classifier.parameters() if env.world_size > 1 else ():
                 dist.all_reduce(p.grad.div_(env.world_size))
             optimizer.step()
-            step += 1
-        if env.rank == 0 and (epoch + 1) % 10 == 0:
-            print(f"epoch {epoch + 1}/{epochs}: training loss {loss.item():.4f}", flush=True)
-    if not all(p.isfinite().all() for p in classifier.parameters()):
-        common.fail(f"the classifier is not finite after {step} steps; lower --base-lr")
+            bar.update()
+        if not all(p.isfinite().all() for p in classifier.parameters()):
+            bar.close()
+            common.fail(f"{run}: the classifier is not finite in epoch {epoch + 1}; lower --base-lr")
+        bar.set_description(f"classifier, epoch {epoch + 1}/{epochs}, loss {loss.item():.3f}")
+        if file:
+            common.on_rank0(lambda: common.save_checkpoint(file, dict(
+                classifier=classifier.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch + 1)), env)
+    bar.close()
+    if digest(*backbone.state_dict().values()) != weights:
+        common.fail("the backbone changed while it was evaluated")
+
+    with torch.no_grad():
+        logits = classifier(test_x / scale).cpu()
+    hits = logits.topk(min(5, logits.shape[1])).indices == test.labels[:, None]
+    top5 = {"top5": hits.any(1).sum().item() / len(hits)} if logits.shape[1] > 5 else {}
+    if args.save:
+        state = {k: v.detach().cpu() for k, v in classifier.named_parameters()}
+        state.update(classes=list(train.classes), scale=scale, **about)
+        common.on_rank0(lambda: common.save_checkpoint(args.save, state), env)
+    return {"accuracy": hits[:, 0].sum().item() / len(hits), **top5, **report}
+
+
+def evaluate(run, args, env) -> dict:
+    """What there is to report of one run by all protocols but curves."""
+    def features(data, of=None):
+        network = (of or backbone).to(env.device, memory_format=torch.channels_last)
+        x = common.features(network, data, env, args.precision, args.workers)
+        return x if x.isfinite().all() else common.fail(f"{run}: its features are not finite")
+
+    def images(train: bool, about):  # as the network was trained to see them
+        data = common.load_images(name, args.data_dir, train, env, about["image_size"])
+        return data and data._replace(**{k: about[k] for k in ("mean", "std", "image_size")})
+
+    backbone, about = load_backbone(run)
+    name, protocol = args.dataset or about["dataset"], args.protocol
+    train, test = images(True, about), images(False, about)
+    if test is None and protocol not in ("rankme", "features"):
+        common.fail(f"{args.data_dir} has no test images: put them in its folder test or val")
+    if protocol in ("linear", "frozen-features", "knn") and (train.labels is None or test.labels is None):
+        common.fail(f"--protocol {protocol} needs labels: {args.data_dir} must have a folder per class")
+    result = {"protocol": protocol, "run": str(run), "method": method(run), "dataset": name,
+              "n_train": len(train.images), "n_test": len(test.images) if test else 0}
+    if protocol == "knn":
+        found = common.knn(features(train), train.labels, features(test), test.labels, env, k=args.k,
+                           tau=args.tau)
+        tried = [dict(accuracy=accuracy, k=k, tau=tau) for k, row in zip(args.k, found)
+                 for tau, accuracy in zip(args.tau, row)]
+        more = dict(tried=tried, best_on_test=max(tried, key=lambda setting: setting["accuracy"]))
+        return {**result, **tried[0], **(more if len(tried) > 1 else {})}
+    if protocol == "rankme":
+        return {**result, "rankme": rankme(features(train))}
+    if protocol == "cka":
+        other, other_about = load_backbone(args.other)
+        cka = linear_cka(features(test), features(images(False, other_about), other))
+        return {**result, "other": args.other, "cka": cka}
+    if protocol == "features":
+        for split, data in (("train", train), ("test", test)):
+            arrays = dict(features=features(data), labels=data.labels) if data else {}
+            common.on_rank0(lambda: [np.save(Path(args.out) / f"{split}_{name}.npy", array.cpu().numpy())
+                                     for name, array in arrays.items() if array is not None], env)
+        return {**result, "dimensions": backbone.feature_dim, "classes": list(train.classes)}
+    return {**result, **linear(run, name, backbone, about, train, test, features, args, env)}
+
+
+def panel(title: str, logs: list[dict], key: str) -> Tensor:
+    """`key` of each log over its epochs, axes in epochs and per cent. -> picture (3, 256, 576)"""
+    low, high = (100 * f(v for log in logs for v in log[key]) for f in (min, max))
+    step = next(s for s in (1, 2, 5, 10, 20) if high - low <= 5 * s)
+    ticks = range(int(low // step) * step, int(high // step + 1) * step + 1, step)
+    heights = (0.1 + 0.8 * np.arange(len(ticks)) / (len(ticks) - 1)).tolist()  # the rest is for texts
+    last, lines = max(log["epoch"][-1] for log in logs), []
+    x = np.arange(-40, 520) * last / 480  # epoch of each column
+    for log in logs:
+        y = np.interp(x, log["epoch"], np.interp(100 * np.array(log[key]), ticks, heights))
+        y[(x < log["epoch"][0] - last / 160) | (x > log["epoch"][-1] + last / 160)] = np.nan
+        lines.append(torch.tensor(y))
+    texts = {title: (230, 0), "epoch": (0, 224)}
+    texts.update({f"{t} %": (0, round(226 - 239 * h)) for t, h in zip(ticks, heights)})
+    texts.update({f"{e}": (36 + 480 * e // last, 224) for e in (last * i // 4 for i in range(5))})
+    return common.chart(lines, texts, heights)
+
+
+def curves(args, env) -> list[dict]:
+    """Draw OUT/curves.png from the runs' logs; what to report of each run."""
+    results, logs, keys = [], [], ("epoch", "knn_accuracy", "probe_test_accuracy")
+    for run in args.runs:
+        try:
+            rows = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
+            rows = [row for row in rows if "knn_accuracy" in row]
+            logs.append({key: [row[key] for row in rows] for key in keys})
+            last = {key: rows[-1][key] for key in keys}
+        except (OSError, ValueError, LookupError, TypeError):
+            common.fail(f"{run} has no log.jsonl with knn_accuracy and probe_test_accuracy over epochs")
+        results.append({"protocol": "curves", "run": run, "method": method(run), **last})
+    legend = common.chart([torch.full((8 * max(map(len, args.runs)),), torch.nan)],
+                          {run: (0, 16 * i, i) for i, run in enumerate(args.runs)}, [])
+    picture = torch.cat([*map(panel, ("k-NN", "online probe"), (logs, logs), keys[1:]), legend], dim=2)
+    common.on_rank0(lambda: common.write_file(
+        Path(args.out) / "curves.png", lambda file: utils.save_image(picture, file, format="png")), env)
+    return results
+
+
+COLUMNS = {"run": "run", "method": "method", "dataset": "dataset", "protocol": "protocol",
+           "accuracy": "top-1", "top5": "top-5", "rankme": "RankMe", "cka": "CKA", "dimensions": "dimensions",
+           "epoch": "epoch", "knn_accuracy": "k-NN", "probe_test_accuracy": "probe"}
+
+
+def table(results: list[dict]) -> str:
+    """Aligned columns; a row for each result, of k-NN one for each k and tau."""
+    keys = [key for key in COLUMNS if any(key in result for result in results)]
+    lines = [[COLUMNS[key] for key in keys]]
+    for result in results:
+        for tried in result.get("tried", [result]):
+            row = {**result, **tried}
+            row["protocol"] += f", k {row['k']}, tau {row['tau']}" if "k" in row else ""
+            row["protocol"] += " (best on test)" if tried is result.get("best_on_test") else ""
+            cells = [row.get(key, "-") for key in keys]
+            lines.append([f"{v:.4f}" if isinstance(v, float) else str(v) for v in cells])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def main(args):
     env = common.init_distributed(args.device)
-    backbone, about = load_backbone(args.run)
-    backbone.to(env.device, memory_format=torch.channels_last)
-    name = args.dataset or about["dataset"]
-    seen = {k: about[k] for k in ("mean", "std", "image_size")}  # what the backbone was trained to see
-    train, test = (common.load_images(name, args.data_dir, split, env, about["image_size"])
-                   for split in (True, False))
-    if test is None:
-        common.fail(f"{args.data_dir} has no test images: put them in its folder test or val")
-    train, test = (data._replace(**seen) for data in (train, test))
-    if args.protocol not in ("rankme", "cka") and (train.labels is None or test.labels is None):
-        common.fail(f"--protocol {args.protocol} needs labels: {args.data_dir} must have a folder per class")
-    options = (env, args.precision, args.workers)
-    result = {"protocol": args.protocol, "dataset": name, "n_train": len(train.images),
-              "n_test": len(test.images)}
 
-    if args.protocol == "knn":
-        train_x, test_x = (common.features(backbone, data, *options) for data in (train, test))
-        accuracy = common.knn(train_x, train.labels, test_x, test.labels, env, k=args.k, tau=args.tau)
-        result.update(accuracy=accuracy, k=args.k, tau=args.tau)
-    elif args.protocol == "rankme":
-        result.update(rankme=rankme(common.features(backbone, train, *options)))
-    elif args.protocol == "cka":
-        other, other_about = load_backbone(args.other)
-        other.to(env.device, memory_format=torch.channels_last)
-        other_test = test._replace(**{k: other_about[k] for k in seen})
-        x, y = common.features(backbone, test, *options), common.features(other, other_test, *options)
-        result.update(cka=linear_cka(x, y))
-    else:
-        before = fingerprint(backbone)
-        imagenet = name == "imagenet"
-        epochs = args.epochs or (90 if imagenet else 100)
-        batch_size = args.batch_size or (1024 if imagenet else 256)
-        batch_size = min(batch_size, len(train.images)) // env.world_size * env.world_size
-        lr = (args.base_lr or (0.02 if imagenet else 30.0)) * batch_size / 256
-        test_x = common.features(backbone, test, *options)
-        train_x, train_y = common.features(backbone, train, *options), train.labels.to(env.device)
-        norm = train_x.norm(dim=1).mean()
-        if args.protocol == "frozen-features":
-            train_x = train_x / norm
+    def write():  # a result stands there once
+        with open(Path(args.out) / "eval.jsonl", "a+") as file:
+            file.seek(0)
+            if (line := json.dumps(results[-1]) + "\n") not in file:
+                file.write(line)
 
-            def feature_batches(epoch):
-                generator = torch.Generator().manual_seed(common.seed_for(args.seed, epoch))
-                order = torch.randperm(len(train_x), generator=generator)
-                for index in order[:len(order) // batch_size * batch_size].split(batch_size):
-                    index = index.chunk(env.world_size)[env.rank].to(env.device)
-                    yield train_x[index], train_y[index]
-        else:
-            augment = common.Augment(train.image_size, crop_scale=(0.08, 1.0), jitter_p=0.0, gray_p=0.0,
-                                     blur_p=0.0, mean=train.mean, std=train.std)
-
-            def feature_batches(epoch):
-                for (x,), y in common.batches(train, epoch, batch_size, env, args.seed, [augment],
-                                              args.workers):
-                    with torch.no_grad(), common.autocast(env.device, args.precision):
-                        h = backbone(x)
-                    yield h.float() / norm, y
-
-        torch.manual_seed(args.seed)
-        classifier = nn.Linear(backbone.feature_dim, len(train.classes)).to(env.device)
-        optimizer = (common.LARS if imagenet else torch.optim.SGD)(classifier.parameters(), lr, momentum=0.9)
-        steps = len(train.images) // batch_size
-        train_classifier(classifier, feature_batches, optimizer, lr, epochs, steps, env)
-        if fingerprint(backbone) != before:
-            common.fail("the backbone changed while it was evaluated")
-        hits = classifier(test_x / norm).argmax(1).cpu() == test.labels
-        result.update(accuracy=hits.sum().item() / len(hits), epochs=epochs, batch_size=batch_size)
-
-    if env.rank == 0:
-        print(json.dumps(result), flush=True)
     if args.out:
-        def write():
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            with open(Path(args.out) / "eval.jsonl", "a") as file:
-                file.write(json.dumps({"run": str(args.run), **result}) + "\n")
-        common.on_rank0(write, env)
+        common.on_rank0(lambda: Path(args.out).mkdir(parents=True, exist_ok=True), env)
+    results = curves(args, env) if args.protocol == "curves" else []
+    try:
+        for run in args.runs if args.protocol != "curves" else ():
+            if not results:  # what cannot be read ends the program before the work
+                [load_backbone(path) for path in (*args.runs, args.other) if path]
+            results.append(evaluate(run, args, env))
+            if args.out:
+                common.on_rank0(write, env)
+    finally:  # what is done is told even if a later run fails
+        if results and env.rank == 0:
+            print(table(results), *map(json.dumps, results), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,41 @@ MoCo, SimCLR and BYOL.
     delta_ij = (cos(theta_ij + m1 p_ij) - m2 p_ij) / tau,   q_i = softmax(delta_i)                    Eq. 4
     loss     = mean_i [-delta_i,pos + beta logsumexp_j delta_ij]     beta 1: InfoNCE, beta 0: BYOL    Eq. 5
 
-A margin does four things to the gradient. Each has a switch of its own, which leaves the loss's value alone
-(q~: the positive's probability without margins):
+What margins do to the gradient by theta_ij is two factors (q~: q without margins), and with m1 = 0, beta = 1
+the second is 1 / (1 - a q~_pos), a = 1 - exp(-m2 / tau), for every j (Eq. 7):
+
+    sin(theta_ij + m1 p_ij) / sin(theta_ij)   and   (p_ij - beta q_ij) / (p_ij - beta q~_ij)      Theorem 6
+
+Each of four effects has a switch of its own, which leaves the loss's value alone:
 
     scale s         the positive's gradient times s                                                   Eq. 9
     curvature c     and times 1 - (theta_pos / pi)^c, less at large angles                        Eq. 10, 11
-    ratio_m1        row i's gradient times (1 - beta q) / (1 - beta q~), q with m1 = ratio_m1
-    attenuation a   row i's gradient (type 2: its positive's) times 1 / (1 - a q~): it fades less as q~ -> 1
+    ratio_m1        row i's gradient times (1 - beta q) / (1 - beta q~), q with m1 = ratio_m1     Theorem 6
+    attenuation a   row i's gradient (type 2: its positive's) times 1 / (1 - a q~): it fades less as q~ -> 1.
+                    Type 1 with the a above is exactly the gradient of the subtractive margin m2
 
 MoCo: [positive | queue of earlier keys], keys from an EMA copy of the network. SimCLR: each of 2N embeddings
-against the 2N - 1 others. BYOL: a predictor, an EMA copy, beta 0, both directions; as it has no negatives,
-m2 and ratio_m1 leave its gradient alone, and attenuation is a constant. With m1 > 0 the positive's logit
-falls with its angle up to theta + m1 = pi only.
+against the 2N - 1 others. BYOL: a predictor, an EMA copy, beta 0, both directions, whose sum of 2 - 2 cos it
+is at tau 0.25, but for a constant; as it has no negatives, m2 and ratio_m1 leave its gradient alone, and
+attenuation is a constant. With m1 > 0 the positive's logit falls with its angle up to theta + m1 = pi only.
 
-Ours, not the paper's: the curve of Eq. 10 (the simplest with every property that the text states); tau; EMA
-at a constant rate; the heads; no weight decay on biases and BatchNorm; all recipes but cifar's, stl10's,
-tinyimagenet's and imagenet's (weight decay there too; where SimCLR wants batch 4096, if memory allows).
+On ImageNet the paper left "the baselines" as they were: the recipes there are those of MoCo v2, SimCLR and
+BYOL. The latter two take a batch of 4096; where memory does not allow that, --batch-size makes it smaller and
+the rate goes along, at a price that SimCLR's paper has measured; BYOL's found little of one down to 256.
+
+Ours, not the paper's:
+  the curve of Eq. 10 (the simplest with every property that the text states); the m1, m2, s and c of README's
+  commands (the paper's are in its appendix, which was not at hand); SimCLR's tau but for ImageNet;
+  the heads but for their widths on ImageNet: BatchNorm and ReLU between layers, none after the last (MoCo v2
+  has no BatchNorm there, SimCLR one more at the end);
+  one augmentation for all, SimSiam's (MoCo v2's too): SimCLR's jitter is twice as strong, BYOL's two views
+  differ and are solarized at times, and the crops of both start at 0.08 of the area, not at 0.2;
+  at 32 px the blur has three taps, which caps its sigma near 0.8;
+  no weight decay on biases and BatchNorm (SimCLR's and BYOL's custom, not MoCo's); no residual branch starts
+  at zero; the EMA copy takes over BatchNorm's running statistics as they are, and its rate is constant on all
+  sets but ImageNet, for BYOL too;
+  the recipes of patterns, imagenet100 (ImageNet's with a batch of 256) and folder;
+  the online probe: BatchNorm before it, SGD at rate 0.1.
 MoCo shuffles images over GPUs, because a positive shares its query's few-image BatchNorm statistics and the
 queue does not. What stands in for it here is one BatchNorm over the whole batch, in one process and on CUDA
 over all, which tells little of a single image; on CPUs it is over each rank's.
@@ -29,10 +48,10 @@ over all, which tells little of a single image; on CPUs it is over each rank's.
     torchrun margin_infonce.py --dataset cifar10 --m1 0.2            a GPU: the paper's recipe, MoCo, a margin
     torchrun --nproc_per_node=8 margin_infonce.py --dataset imagenet --scale 2 --curvature 1.5 --data-dir DIR
 
-Measured (k-NN on patterns, width 16, n = 1, see README): MoCo 48.5 %, SimCLR 72.5 %, BYOL 51.9 %, at
+Measured (k-NN on patterns, width 16, n = 1, see README): MoCo 48.5 %, SimCLR 72.5 %, BYOL 60.0 %, at
 initialisation 20.0 %. In ten epochs of CIFAR-10 (at initialisation 32.2 %): MoCo 48.4 %, with ratio_m1 0.4
-47.8 %; SimCLR 55.1 %, with ratio_m1 0.4 55.0 %; BYOL 47.0 %, with m1 0.2 48.7 %. In four epochs of 10,000 of
-its images scale 2 brought the embeddings together.
+47.8 %; SimCLR 55.1 %, with ratio_m1 0.4 55.0 %; BYOL at tau 1 47.0 %, with m1 0.2 48.7 %. In four epochs of
+10,000 of its images scale 2 brought the embeddings together. ImageNet's recipes have not been run.
 """
 import argparse
 import copy
@@ -46,17 +65,26 @@ from torchvision import utils
 
 import common
 
-CIFAR = dict(arch="resnet18", width=64, projector="512-128", epochs=200, batch_size=256, base_lr=0.06,
-             bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99)
+# The paper's for all frameworks, after ReSSL; the projector is ours
+CIFAR = dict(arch="resnet18", width=64, projector="512-128", epochs=200, batch_size=256, optimizer="sgd",
+             base_lr=0.06, weight_decay=5e-4, warmup_epochs=5.0, queue=4096,
+             momentum_encoder=0.99)
 STL = dict(CIFAR, queue=16384, momentum_encoder=0.996)
-IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-128", epochs=100, base_lr=0.03, weight_decay=1e-4,
-                queue=65536, momentum_encoder=0.999)
+# The baselines' own papers'; the 100 epochs are this paper's, and BYOL's rate is the one it has for them
+LARGE = dict(CIFAR, arch="resnet50", epochs=100)
+IMAGENET = {
+    "moco": dict(LARGE, projector="2048-128", base_lr=0.03, weight_decay=1e-4, warmup_epochs=0.0, tau=0.2,
+                 queue=65536, momentum_encoder=0.999),
+    "simclr": dict(LARGE, projector="2048-128", batch_size=4096, optimizer="lars", base_lr=0.3,
+                   weight_decay=1e-6, warmup_epochs=10.0, tau=0.1),
+    "byol": dict(LARGE, projector="4096-256", batch_size=4096, optimizer="lars", base_lr=0.45,
+                 weight_decay=1.5e-6, warmup_epochs=10.0, momentum_encoder=0.99, final_momentum=1.0)}
 RECIPES = {
     "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=7, base_lr=0.3, warmup_epochs=1.0,
                      queue=2048),
-    "cifar10": CIFAR, "cifar100": CIFAR, "stl10": STL, "tinyimagenet": STL, "imagenet100": IMAGENET,
-    "imagenet": IMAGENET, "folder": CIFAR}
-TAU = {"moco": 0.2, "simclr": 0.5, "byol": 1.0}  # ours
+    "cifar10": CIFAR, "cifar100": CIFAR, "stl10": STL, "tinyimagenet": STL, "folder": CIFAR}
+# MoCo v2's; ours; with BYOL's the loss is its 2 - 2 cos, summed over both directions, but for a constant
+TAU = {"moco": 0.2, "simclr": 0.5, "byol": 0.25}
 SWITCHES = ("m1", "m2", "scale", "curvature", "ratio_m1", "attenuation", "attenuation_type")
 
 
@@ -65,20 +93,28 @@ def parse_args(argv=None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--framework", choices=tuple(TAU), default="moco")
-    add("--tau", type=common.positive, help="temperature (ours: moco 0.2, simclr 0.5, byol 1)")
+    add("--tau", type=common.positive, help="temperature (moco 0.2, simclr 0.5, on imagenet 0.1, byol 0.25)")
     add("--m1", type=float, default=0.0, help="angular margin, in radians (Eq. 4)")
     add("--m2", type=float, default=0.0, help="subtractive margin (Eq. 4)")
     add("--scale", type=common.positive, default=1.0, help="s, of the positive's gradient (Eq. 9)")
     add("--curvature", type=common.positive, help="c: 1 - (theta / pi)^c on it too (Eq. 10, 11)")
-    add("--ratio-m1", type=float, default=0.0, help="angular margin whose gradient ratio each row gets")
-    add("--attenuation", type=float, default=0.0, help="a: 1 / (1 - a q~) on the gradient, in [0, 1)")
+    add("--ratio-m1", type=float, default=0.0,
+        help="angular margin whose ratio (Theorem 6) each row's gradient gets")
+    add("--attenuation", type=float, default=0.0,
+        help="a in [0, 1): 1 / (1 - a q~) on the gradient; 1 - exp(-m2 / tau): that of the margin m2")
     add("--attenuation-type", type=int, choices=(1, 2), default=1, help="1: of a row, 2: of its positive")
     add("--queue", type=common.count, help="keys of earlier batches (moco)")
     add("--momentum-encoder", type=common.fraction, metavar="M", help="momentum of the EMA copy (moco, byol)")
+    add("--final-momentum", type=common.fraction, metavar="M",
+        help="where half a cosine takes it by the end (BYOL's schedule; default: it stays)")
+    add("--optimizer", choices=("sgd", "lars"), help="with momentum 0.9")
     add("--plot-gradients", action="store_true", help="draw margin.png in --out, and do not train")
     common.add_run_args(parser)
-    args = common.parse_run_args(parser, RECIPES, argv)
+    large = IMAGENET[parser.parse_known_args(argv)[0].framework]
+    recipes = {**RECIPES, "imagenet": large, "imagenet100": dict(large, batch_size=256)}
+    args = common.parse_run_args(parser, recipes, argv)
     args.tau = TAU[args.framework] if args.tau is None else args.tau
+    args.final_momentum = args.momentum_encoder if args.final_momentum is None else args.final_momentum
     for name in ("m1", "m2", "ratio_m1"):
         if not math.isfinite(vars(args)[name]):
             parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} is not finite")
@@ -175,32 +211,65 @@ def switches(args) -> dict:
 
 
 def gradient_factors(args) -> list[list[Tensor]]:
-    """The factor that these settings put on the positive's gradient, (360,) each: over its angle, 0 to pi,
-    for q~ 0.1, 0.5, 0.9, and over q~, 0 to 1, for 20, 60, 100 degrees. BYOL has no negatives: q~ is 1."""
-    def gradient(theta, q0, **options):  # by autograd, with one negative that makes the probability q~
+    """Four panels of three curves (360,), factors on the gradient, with one negative that makes q~.
+
+    Over the positive's angle, 0 to pi, at q~ 0.5, on the positive and then on the negative: the two factors
+    of Theorem 6 (q with ratio_m1 for m1, if that is given) and the factor of all settings together. The
+    latter on the positive, over its angle for q~ 0.1, 0.5, 0.9, and over q~, 0 to 1, for 20, 60, 100 degrees.
+    BYOL has no negatives: the factors there are 0, and q~ is 1."""
+    beta, byol = float(args.framework != "byol"), args.framework == "byol"
+
+    def probability(theta, q0, m1, m2):  # the positive's, q0 without margins
+        return (((theta + m1).cos() - theta.cos() - m2) / args.tau + (q0 / (1 - q0)).log()).sigmoid()
+
+    def gradient(theta, q0, **options):  # by autograd, of the positive and of the negative: (360, 2)
         cos = theta.cos()
         cos = torch.stack([cos, cos + args.tau * (1 / q0 - 1).log()], 1)
-        cos = (cos[:, :1] if args.framework == "byol" else cos).requires_grad_()
+        cos = (cos[:, :1] if byol else cos).requires_grad_()
         pos = torch.zeros(len(cos), dtype=torch.long)
-        loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=float(args.framework != "byol"), **options)
-        return torch.autograd.grad(loss, cos)[0][:, 0]
+        loss = margin_infonce_loss(cos, pos, tau=args.tau, beta=beta, **options)
+        return F.pad(torch.autograd.grad(loss, cos)[0], (0, int(byol)))
+
+    def together(theta, q0):
+        return (gradient(theta, q0, **switches(args)) / gradient(theta, q0)).nan_to_num(0).unbind(1)
 
     x = (torch.arange(360, dtype=torch.float64) + 0.5) / 360
-    over_angle = [(x * math.pi, torch.full_like(x, q)) for q in (0.1, 0.5, 0.9)]
-    over_q = [(torch.full_like(x, math.radians(angle)), x) for angle in (20, 60, 100)]
-    return [[gradient(theta, q0, **switches(args)) / gradient(theta, q0) for theta, q0 in panel]
-            for panel in (over_angle, over_q)]
+    theta, half, one = x * math.pi, torch.full_like(x, 0.5), torch.ones_like(x)
+    q = probability(theta, half, args.m1 or args.ratio_m1, args.m2)
+    sines = (theta + args.m1).sin() / theta.sin()
+    positive, negative = together(theta, half)
+    return [[sines, (1 - beta * q) / (1 - beta * half), positive],
+            [one * beta, beta * (1 - q) / (1 - half), negative],
+            [together(theta, torch.full_like(x, value))[0] for value in (0.1, 0.5, 0.9)],
+            [together(torch.full_like(x, math.radians(angle)), x)[0] for angle in (20, 60, 100)]]
 
 
 def gradient_picture(args) -> Tensor:
-    """Both panels of gradient_factors in blue, light blue, orange, the grey line at factor 1. -> (3, H, W)"""
+    """The panels of gradient_factors, two by two, curves in blue, light blue, orange, grey at factor 1.
+    -> (3, H, W)"""
     panels = gradient_factors(args)
     values = torch.cat([curve for panel in panels for curve in panel])  # a margin's have no bound at 0 and pi
     low, high = math.floor(min(0.0, values.quantile(0.05))), math.ceil(max(2.0, 1.05 * values.quantile(0.95)))
-    texts = [{f"factor, {low} to {high}, cut there": (4, 2), text: (220, 226)}
-             for text in ("angle, 0 to 180 degrees", "q~, 0 to 1")]
-    return torch.cat([common.chart([(curve - low) / (high - low) for curve in panel], text,
-                                   (1 - low) / (high - low)) for panel, text in zip(panels, texts)], dim=2)
+    none, all_ = ": none in BYOL" if args.framework == "byol" else "", "orange: both and the switches"
+    texts = [("Theorem 6: factors on the positive's gradient", "its angle, 0 to 180 degrees; q~ 0.5",
+              ("blue: sin(theta + m1) / sin(theta)", "light blue: (1 - q) / (1 - q~)", all_)),
+             (f"Theorem 6: factors on a negative's gradient{none}", "the positive's angle; q~ 0.5",
+              ("blue: 1", "light blue: q_j / q~_j", all_)),
+             ("All of it on the positive's gradient, over its angle", "its angle, 0 to 180 degrees",
+              ("blue: q~ 0.1", "light blue: q~ 0.5", "orange: q~ 0.9")),
+             ("All of it on the positive's gradient, over q~", "q~, 0 to 1",
+              ("blue: angle 20 degrees", "light blue: 60 degrees", "orange: 100 degrees"))]
+
+    def height(factor):  # in the chart, between the texts
+        return 0.08 + 0.7 * (factor - low) / (high - low)
+
+    charts = []
+    for curves, (title, below, legend) in zip(panels, texts):
+        at = {line: (4, 2 + 12 * i) for i, line in enumerate((title, *legend))}
+        at.update({below: (4, 226), f"factor {low} to {high}": (280, 226)})
+        curves = [height(curve.clamp(low, high)) for curve in curves]
+        charts.append(common.chart(curves, at, height(1)))
+    return torch.cat([torch.cat(charts[:2], dim=2), torch.cat(charts[2:], dim=2)], dim=1)
 
 
 def plot(args):
@@ -253,7 +322,7 @@ class Model(nn.Module):
         self.queue_ptr.add_(len(keys)).remainder_(len(self.queue))
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """The cosines of the two views' embeddings (BYOL: predictions and targets): the diagonal lights up."""
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T]
 
@@ -271,7 +340,7 @@ def main(args):
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
     groups[0]["weight_decay"] = args.weight_decay
-    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+    optimizer = {"sgd": torch.optim.SGD, "lars": common.LARS}[args.optimizer](groups, lr=0.0, momentum=0.9)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
     run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
     net = common.distribute(model, env, args.compile)
@@ -280,7 +349,8 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
             with common.autocast(env.device, args.precision):
                 h, z1, z2 = net(x1, x2)
@@ -294,8 +364,9 @@ def main(args):
             loss.backward()
             optimizer.step()
             if model.target is not None:
-                online = nn.Sequential(model.backbone, model.projector)
-                common.ema_update(model.target, online, args.momentum_encoder)
+                online, final = nn.Sequential(model.backbone, model.projector), args.final_momentum
+                momentum = common.cosine_lr(step, run.total_steps, args.momentum_encoder, final_lr=final)
+                common.ema_update(model.target, online, momentum)
             if args.framework == "moco":  # after the logits: no key is its own negative
                 model.enqueue(z2)
             run.log(lr, loss, terms, z1, h, y)

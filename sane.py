@@ -3,7 +3,7 @@ Learning", arXiv 2106.14749. MoCo, with labels that a refinery softens and with 
 
     z1_i = norm(f(x1_i)),   z2_i = norm(g(x2_i)),   g an EMA copy of f, no gradient
     B    = [z2 of this batch; queue of earlier z2]   (K, D): row i's positive is column i
-    p_i  = softmax(z2_i B^T / (tau tau')),   q_i = the same without column i                      Eq. 3 ff.
+    p_i  = softmax(z2_i B^T / (tau tau')),   q_i = the same without column i                  before Eq. 5
     z    = 1 + mu max p_i + mu max q_i,   alpha = mu max p_i / z,   beta = mu max q_i / z
     ybar_i = (1 - alpha - beta) onehot_i + alpha p_i + beta q_i           the refined label       Eq. 5
     x'_i = theta x1_i + (1 - theta) x2_j,   y'_i = theta ybar_i + (1 - theta) ybar_j,   j = perm(i)   Eq. 8
@@ -12,11 +12,22 @@ Learning", arXiv 2106.14749. MoCo, with labels that a refinery softens and with 
 Keys of like images lie near each other: a one-hot label pushes the query away from them, a refined label does
 not. mu, the refinery's weight, grows from m1 to m2 with training. theta ~ Beta(kappa, kappa).
 
-Ours, not the paper's: lam; the optimiser, batch, learning rate, weight decay and the EMA's rate (MoCo's
-customs); the head's widths; all recipes but cifar10 and imagenet; --strong as AutoAugment (arXiv 1805.09501)
-has its ranges, small crops as CLSA (2104.07713) scales them, x2 resized to them for the mixup. MoCo shuffles
-images over GPUs, because a positive shares its query's BatchNorm statistics and the queue does not. Nothing
-is shuffled here: BatchNorm sees the whole batch in one process, and on CUDA over all; on CPUs, each rank's.
+The paper's main text has all of the above; network, a head of three layers, epochs, queue, tau, tau', kappa,
+m1, m2 of cifar10 and imagenet; imagenet's batch of 256; k and tau of cifar10's k-NN; the sizes of the crops.
+Its App. B, which was not at hand, has lam, rate, weight decay and the head. Ours, not the paper's:
+  p from the key encoder (its formula is not in the text at hand); lam 0.5, said to matter little;
+  SGD, rate, warm-up, weight decay, cifar10's batch and the rate of the EMA (MoCo's customs); no decay of
+  biases and BatchNorm; the EMA copy takes over BatchNorm's running statistics as they are;
+  the head's widths, BatchNorm after each layer; no residual branch starts at zero;
+  jitter's strengths, SimSiam's; at 32 px the blur has three taps, which caps its sigma near 0.8;
+  the mixup's partner j: a permutation of the process's own share of the batch; x2 resized to a small crop;
+  --strong after CLSA (2104.07713), after the weak operations, with its code's ranges; its level as a whole
+  number of 1 to 9, to which its factors of .14 to .86 point, turning and shearing about the centre onto
+  black; small crops' share of the area as CLSA's; on images up to 64 px a full-sized crop of its own;
+  all recipes but cifar10's and imagenet's; the online probe: BatchNorm before it, SGD at rate 0.1.
+MoCo shuffles images over GPUs, because a positive shares its query's BatchNorm statistics and the queue does
+not. Nothing is shuffled here: BatchNorm sees the whole batch in one process, and on CUDA over all; on CPUs,
+each rank's.
 
     torchrun sane.py                                                a CPU: minutes, nothing to download
     torchrun sane.py --dataset cifar10                              a GPU: the paper's recipe (--arch
@@ -38,7 +49,7 @@ from torchvision.transforms.v2 import functional as TF
 import common
 
 CIFAR = dict(arch="resnet50", width=64, projector="2048-2048-128", epochs=2000, batch_size=256, base_lr=0.06,
-             bias_lr=1.0, weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99, tau=0.2,
+             weight_decay=5e-4, warmup_epochs=5.0, queue=4096, momentum_encoder=0.99, tau=0.2,
              tau_prime=0.8, kappa=2.0, m1=0.0, m2=1.0)
 IMAGENET = dict(CIFAR, epochs=200, base_lr=0.03, weight_decay=1e-4, warmup_epochs=0.0, queue=65536,
                 momentum_encoder=0.999, tau_prime=1.0, kappa=0.1, m1=0.5, m2=10.0)
@@ -56,7 +67,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tau", type=common.positive, help="temperature of the loss (Eq. 4)")
-    add("--tau-prime", type=common.positive, help="times tau: temperature of p and q (Eq. 3)")
+    add("--tau-prime", type=common.positive, help="times tau: temperature of p and q (before Eq. 5)")
     add("--m1", type=common.rate, help="mu at the first step (Sec. 4)")
     add("--m2", type=common.rate, help="mu at the end")
     add("--kappa", type=common.positive, help="theta ~ Beta(kappa, kappa) (Eq. 8)")
@@ -65,7 +76,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--momentum-encoder", type=common.fraction, metavar="M", help="of the key encoder, an EMA copy")
     add("--crops", choices=("single", "multi"), default="single",
         help="of images above 64 px, mix one crop of 96/224 of the size, or five of 224, 192, 160, 128, 96")
-    add("--strong", action="store_true", help="CLSA's 14 operations on the crops to mix: five draws, p .5")
+    add("--strong", action="store_true",
+        help="on the crops to mix, after the weak operations, CLSA's 14: five draws, p .5")
     add("--ablation", choices=("none", "no-p", "no-q", "no-mixup", "vanilla-mixup"), default="none",
         help="leave out a part of the refinery or the mixup, or mix queries with queries")
     common.add_run_args(parser)
@@ -88,7 +100,7 @@ def refine_labels(key_cos: Tensor, tau: float, tau_prime: float, mu: float, use_
     with torch.autocast(key_cos.device.type, enabled=False):
         logits = (key_cos if key_cos.dtype == torch.float64 else key_cos.float()) / (tau * tau_prime)
         onehot = torch.eye(*logits.shape, dtype=logits.dtype, device=logits.device)  # (s, K)
-        p = logits.softmax(1)  # Eq. 3 ff.
+        p = logits.softmax(1)  # before Eq. 5
         q = logits.masked_fill(onehot.bool(), -math.inf).softmax(1)
         a, b = mu * use_p * p.amax(1, keepdim=True), mu * use_q * q.amax(1, keepdim=True)  # (s, 1)
         z = 1 + a + b
@@ -123,44 +135,43 @@ def mu_schedule(step: int, total: int, m1: float, m2: float) -> float:
 
 
 def affine(image: Tensor, angle=0.0, right=0.0, down=0.0, shear_x=0.0, shear_y=0.0) -> Tensor:
-    """Turned by `angle` degrees, moved by shares of its size, sheared by slopes."""
+    """Turned by `angle` degrees, moved by shares of its size, sheared by slopes, about its centre."""
     shift = [round(right * image.shape[2]), round(down * image.shape[1])]
     return TF.affine(image, angle, shift, 1.0, [math.degrees(math.atan(s)) for s in (shear_x, shear_y)])
 
 
-OPERATIONS = {  # CLSA's 14, with the range of the strength v (AutoAugment's)
-    "shear x": (-0.3, 0.3, lambda x, v: affine(x, shear_x=v)),
-    "shear y": (-0.3, 0.3, lambda x, v: affine(x, shear_y=v)),
-    "translate x": (-0.45, 0.45, lambda x, v: affine(x, right=v)),
-    "translate y": (-0.45, 0.45, lambda x, v: affine(x, down=v)),
-    "rotate": (-30, 30, lambda x, v: affine(x, angle=v)),
-    "auto-contrast": (0, 1, lambda x, v: TF.autocontrast(x)),
-    "invert": (0, 1, lambda x, v: TF.invert(x)),
-    "equalize": (0, 1, lambda x, v: TF.equalize(x)),
-    "solarize": (0, 255, TF.solarize),
-    "posterize": (4, 9, lambda x, v: TF.posterize(x, int(v))),
-    "contrast": (0.1, 1.9, TF.adjust_contrast),
-    "colour": (0.1, 1.9, TF.adjust_saturation),
-    "brightness": (0.1, 1.9, TF.adjust_brightness),
-    "sharpness": (0.1, 1.9, TF.adjust_sharpness)}
+OPERATIONS = {  # CLSA's 14, of a uint8 image and a strength v in [-1, 1]; only the first five heed its sign
+    "shear x": lambda x, v: affine(x, shear_x=0.3 * v),
+    "shear y": lambda x, v: affine(x, shear_y=0.3 * v),
+    "translate x": lambda x, v: affine(x, right=0.3 * v),
+    "translate y": lambda x, v: affine(x, down=0.3 * v),
+    "rotate": lambda x, v: affine(x, angle=30 * v),
+    "auto-contrast": lambda x, v: TF.autocontrast(x),
+    "identity": lambda x, v: x,  # CLSA's paper lists invert
+    "equalize": lambda x, v: TF.equalize(x),
+    "solarize": lambda x, v: TF.solarize(x, 256 - int(256 * abs(v))),
+    "posterize": lambda x, v: TF.posterize(x, 4 + int(4 * abs(v))),
+    "contrast": lambda x, v: TF.adjust_contrast(x, 0.9 * abs(v) + 0.05),
+    "colour": lambda x, v: TF.adjust_saturation(x, 0.9 * abs(v) + 0.05),
+    "brightness": lambda x, v: TF.adjust_brightness(x, 0.9 * abs(v) + 0.05),
+    "sharpness": lambda x, v: TF.adjust_sharpness(x, 0.9 * abs(v) + 0.05)}
 
 
 class StrongAugment:
-    """For common.Augment: crop and flip, then five times, with p .5, an operation drawn for each image (an
-    image at a time, so slow on a GPU)."""
+    """For common.Augment: all that it does, then five draws of an operation, each applied with p .5, with a
+    level of 1 to 9 in tenths for a strength and either sign (an image at a time, so slow on a GPU)."""
 
     def __init__(self, size: int, crop_scale, mean, std):
         self.size, self.crop_scale, self.mean, self.std = size, crop_scale, mean, std
-        self.crop = common.Augment(size, crop_scale, jitter_p=0, gray_p=0, blur_p=0, mean=(0,) * 3,
-                                   std=(1,) * 3)
+        self.weak = common.Augment(size, crop_scale, mean=(0,) * 3, std=(1,) * 3)
 
     def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
-        images = (self.crop(images, crop) * 255).round().to(torch.uint8)
+        images = (self.weak(images, crop) * 255).round().to(torch.uint8)
         for image in images:
             kinds = torch.randint(len(OPERATIONS), (5,))[torch.rand(5) < 0.5]
-            for kind, share in zip(kinds.tolist(), torch.rand(len(kinds)).tolist()):
-                low, high, operation = list(OPERATIONS.values())[kind]
-                image.copy_(operation(image, low + (high - low) * share))
+            levels, signs = torch.randint(1, 10, kinds.shape), 2 * torch.randint(2, kinds.shape) - 1
+            for kind, strength in zip(kinds.tolist(), (signs * levels / 10).tolist()):
+                image.copy_(list(OPERATIONS.values())[kind](image, strength))
         return TF.normalize(images / 255, self.mean, self.std)
 
 
@@ -197,7 +208,7 @@ class Model(nn.Module):
         self.queue_ptr.add_(len(keys)).remainder_(len(self.queue))
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """The cosines of the two views' embeddings, whose diagonal lights up with training."""
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T]
 
@@ -264,7 +275,8 @@ def main(args):
         for step, (x1, x2, *crops), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             mu = mu_schedule(step, run.total_steps, args.m1, args.m2)
 
             with torch.no_grad(), common.autocast(env.device, args.precision):

@@ -1,24 +1,31 @@
-"""SimTrace, Sec. 3.2, of UniCLR.
+"""SimTrace, Sec. 3.1, of UniCLR.
 
 Li et al., "A Unified Framework for Contrastive Learning from a Perspective of Affinity Matrix", arXiv
 2211.14516; its siblings are simaffinity.py, simwhitening.py and simtrace.py.
 
-    Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   S = (Z - mu)^T (Z - mu) / (2N) + eps I
+    Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   C = (Z - mu)^T (Z - mu) / (2N)
+    S    = C + eps (trace(C) / D) I
     loss = - Trace[(z1 - mu) S^-1 (z2 - mu)^T] / (2N)                                        Eq. 3, at eps = 0
-         = - Trace[S^-1 (z2 - mu)^T (z1 - mu)] / (2N)                                        Eq. 4, D x D only
+         = - Trace[S^-1 (z2 - mu)^T (z1 - mu)] / (2N)                                        Eq. 4
 
 The trace of the whitened affinity matrix: positives only, no l2 normalisation, no stop-gradient. S, solved
-against and never inverted, is all that keeps the embeddings from collapsing.
+against and never inverted, is all that keeps the embeddings from collapsing. (The authors' public port does
+normalise, and stops the gradient through mu and S: --detach-cov is the second alone.)
 
-Ours: eps; width 512; the recipes of data sets other than cifar10, cifar100, imagenet100, imagenet.
-The authors' port stops the gradient through mu and S, as --detach-cov does, and normalises the embeddings.
+eps counts in mean eigenvalues of C, so that no scale of z undoes it. It is what there is to tune: at eps = 0
+and D >= 2N (the paper's ImageNet: D 2048, N 512) the loss is a constant, 1/2, as 2N points in so many
+dimensions whiten to a simplex, wherever they are.
+
+Ours, not the paper's: eps; the last BatchNorm without scale and shift;
+jitter strengths (SimSiam's); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual
+branches; EMA copies BatchNorm's buffers; the online probe; recipes of data sets other than cifar10, cifar100,
+imagenet100, imagenet.
 
     torchrun simtrace.py                                             a CPU: minutes, nothing to download
     torchrun simtrace.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simtrace.py --dataset imagenet --data-dir DIR
 
-Measured (k-NN, width 16, n = 1, see README): patterns 72.8 %; CIFAR-10 in ten epochs 57.2 %, --detach-cov
-57.1 %, although in four on 10,000 images that is ahead, 40.2 to 36.4 %; initialisation 20.0, 32.2, 27.9 %.
+MEASURED
 """
 import argparse
 import copy
@@ -29,12 +36,11 @@ from torch import Tensor, nn
 import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
-             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
-# 512 for the paper's 2048, with which S is singular at its batch of 512: 2N must be above D
-IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)
+             weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
+IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-2048", epochs=200, base_lr=0.05)
 RECIPES = {
-    "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
-                     bias_lr=0.01, warmup_epochs=1.0),
+    "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=10, batch_size=256, base_lr=3.0,
+                     warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
     "folder": dict(CIFAR, epochs=200, batch_size=256, warmup_epochs=10.0)}
@@ -44,42 +50,53 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simtrace.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--eps", type=common.rate, default=1e-4, help="ridge on S (ours)")
+    add("--eps", type=common.rate, default=3.0, help="ridge on S, in mean eigenvalues of C (ours)")
     add("--detach-cov", action="store_true", help="no gradient through mu and S")
     add("--momentum-encoder", type=common.fraction, metavar="M",
-        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
-    add("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
+        help="second view through an EMA copy, no gradient (Sec. 3); 0: SimSiam's stop-gradient")
+    add("--predictor", action="store_true", help="MLP on the online branch (Sec. 3.1, after Eq. 6)")
+    add("--symmetric", action="store_true", help="both directions: also the loss of swapped branches")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
     n, d = args.batch_size, int(args.projector.split("-")[-1])
-    if d >= 2 * n:
-        parser.error(f"--batch-size {n} and embedding dimension {d}: the covariance of 2 x {n} embeddings is "
-                     f"singular; take a batch above {d // 2} or a --projector that ends below {2 * n}")
+    if d >= 2 * n and args.eps < 0.1:
+        parser.error(f"--batch-size {n}, embedding dimension {d}, --eps {args.eps}: 2 x {n} points in {d} "
+                     f"dimensions whiten to a simplex, whatever they are, unless --eps is 0.1 or more")
     return args
 
 
-def simtrace_loss(z1: Tensor, z2: Tensor, eps: float = 1e-4, detach_cov: bool = False) -> Tensor:
+def covariance(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Both views less their joint mean, (N, D) each, and S (D, D), positive definite even where C is 0."""
+    n, d = z1.shape
+    mu = torch.cat([z1, z2]).mean(0)  # (D,)
+    z1, z2 = z1 - mu, z2 - mu
+    C = (z1.T @ z1 + z2.T @ z2) / (2 * n)  # (D, D)
+    floor = torch.finfo(C.dtype).eps * mu.square().mean() + 1e-30  # what rounding leaves of a constant (ours)
+    return z1, z2, C + (eps * C.trace() / d + floor) * torch.eye(d, dtype=C.dtype, device=C.device)
+
+
+def simtrace_loss(z1: Tensor, z2: Tensor, eps: float = 3.0, detach_cov: bool = False) -> Tensor:
     """SimTrace's loss of two views' embeddings, (N, D) each: a 0-d tensor in [-D/2, D/2], float32 or float64.
 
     detach_cov: no gradient through mu and S (mu's is 0 anyway). nan if S is not positive definite."""
+    if z1.shape != z2.shape:
+        raise ValueError(f"the shapes of the views differ: {tuple(z1.shape)} and {tuple(z2.shape)}")
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = (z if z.dtype == torch.float64 else z.float() for z in (z1, z2))
-        n, d = z1.shape
-        mu = torch.cat([z1, z2]).mean(0)  # (D,)
-        z1, z2 = z1 - mu, z2 - mu
-        S = (z1.T @ z1 + z2.T @ z2) / (2 * n) + eps * torch.eye(d, dtype=z1.dtype, device=z1.device)  # (D, D)
+        z1, z2, S = covariance(z1, z2, eps)
         S = S.detach() if detach_cov else S
         L, failed = torch.linalg.cholesky_ex(S)  # S = L L^T; unlike cholesky(), no wait for the device
-        loss = -torch.trace(torch.cholesky_solve(z2.T @ z1, L)) / (2 * n)  # Eq. 4
+        loss = -(torch.cholesky_solve(z2.T, L) * z1.T).sum() / (2 * len(z1))  # Eq. 4, only the diagonal
         return torch.where(failed == 0, loss, torch.nan)
 
 
 def mlp(widths: list[int]) -> nn.Sequential:
-    """Linear layers, BatchNorm after each, ReLU after each but the last (Sec. 4)."""
+    """Linear layers, BatchNorm and ReLU after each but the last (Sec. 4); after that BatchNorm without scale
+    and shift (ours): a learnt shift is a direction common to all embeddings, into which they can collapse."""
     layers = []
     for a, b in zip(widths[:-1], widths[1:]):
         layers += [nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
 
 
 class Model(nn.Module):
@@ -89,25 +106,26 @@ class Model(nn.Module):
         widths = [int(w) for w in args.projector.split("-")]
         self.projector = mlp([self.backbone.feature_dim, *widths])
         self.predictor = mlp([widths[-1]] * 3) if args.predictor else nn.Identity()
+        self.symmetric = args.symmetric
         self.target = None  # EMA copy of backbone and projector
         if args.momentum_encoder is not None:
             self.target = copy.deepcopy(nn.Sequential(self.backbone, self.projector)).requires_grad_(False)
 
-    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.target is None:
-            h = self.backbone(torch.cat([x1, x2]))  # (2N, feature_dim)
-            z1, z2 = self.projector(h).chunk(2)  # (N, D) each
-        else:
-            h = self.backbone(x1)  # (N, feature_dim)
-            z1, z2 = self.projector(h), self.target(x2)
-        return h, self.predictor(z1), z2
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, ...]:
+        """Features h; z1 of the online branch and z2 of the other, (N, D) each; if symmetric, then the same
+        of the views in the other branch."""
+        x, n = torch.cat([x1, x2]), len(x1)
+        h = self.backbone(x if self.target is None or self.symmetric else x1)  # (2N or N, feature_dim)
+        online = self.projector(h)
+        other = online if self.target is None else self.target(x if self.symmetric else x2)
+        pair = self.predictor(online[:n]), other[-n:]
+        return (h, *pair, self.predictor(online[n:]), other[:n]) if self.symmetric else (h, *pair)
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """S^-1 times the cross-covariance (D x D), whose diagonal lights up with training."""
-    mu = torch.cat([z1, z2]).mean(0)
-    z1, z2 = ((z - mu).cpu().double() for z in (z1, z2))
-    return [2 * torch.linalg.pinv(z1.T @ z1 + z2.T @ z2, rtol=1e-6, hermitian=True) @ z1.T @ z2]
+    z1, z2, S = covariance(z1.cpu().double(), z2.cpu().double(), args.eps)
+    return [torch.linalg.pinv(S, hermitian=True) @ z1.T @ z2 / len(z1)]
 
 
 def main(args):
@@ -118,8 +136,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
-    optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = common.LARS(params, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
     run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
     net = common.distribute(model, env, args.compile)
@@ -128,12 +145,15 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
             with common.autocast(env.device, args.precision):
-                h, z1, z2 = net(x1, x2)
-            z1, z2 = common.gather(z1.float()), common.gather(z2.float())  # (N, D), of all ranks
+                h, z1, z2, *swapped = net(x1, x2)
+            z1, z2, *swapped = (common.gather(z.float()) for z in (z1, z2, *swapped))  # (N, D), of all ranks
             loss = simtrace_loss(z1, z2, args.eps, args.detach_cov)
+            if args.symmetric:
+                loss = (loss + simtrace_loss(*swapped, args.eps, args.detach_cov)) / 2
             terms = {"alignment": -2 * loss.detach() / z1.shape[1]}  # in [-1, 1]
 
             optimizer.zero_grad()

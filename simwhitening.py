@@ -1,23 +1,30 @@
-"""SimWhitening, Sec. 3.2, of UniCLR.
+"""SimWhitening, Sec. 3.1, of UniCLR.
 
 Li et al., "A Unified Framework for Contrastive Learning from a Perspective of Affinity Matrix", arXiv
 2211.14516; its siblings are simaffinity.py, simwhitening.py and simtrace.py.
 
-    Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   S = (Z - mu)^T (Z - mu) / (2N) + eps I = L L^T
-    w    = (z - mu) L^-T                                                         whitened rows, Eq. 2
-    A    = norm(w1) norm(w2)^T / tau   (N, N)                                                Eq. 2, Eq. 6
-    loss = CE(A, arange(N)) + gamma ||A - A^T||_F                                            Eq. 5, Eq. 6
+    Z    = [z1; z2] (2N, D),   mu = mean of its 2N rows,   C = (Z - mu)^T (Z - mu) / (2N)
+    S    = C + eps (trace(C) / D) I = L L^T
+    w    = (z - mu) L^-T                                     whitened rows, Eq. 2 at eps = 0
+    A    = norm(w1) norm(w2)^T / tau   (N, N)                norm and Cholesky: the text after Eq. 6
+    loss = CE(A, arange(N)) + gamma ||A - A^T||_F            Eq. 2 + gamma Eq. 5 = Eq. 6
 
 SimAffinity on whitened embeddings; the gradient flows through mu and S, of both views together.
 
-Ours: tau; eps; width 512; the recipes of data sets other than cifar10, cifar100, imagenet100, imagenet.
+eps counts in mean eigenvalues of C, so that no scale of z undoes it. It is what there is to tune: at eps = 0
+and D >= 2N (the paper's ImageNet: D 2048, N 512) the loss is a constant, ln N, as 2N points in so many
+dimensions whiten to a simplex, wherever they are.
+
+Ours, not the paper's: tau; eps; the last BatchNorm without scale and shift;
+jitter strengths (SimSiam's); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual
+branches; EMA copies BatchNorm's buffers; the online probe; recipes of data sets other than cifar10, cifar100,
+imagenet100, imagenet.
 
     torchrun simwhitening.py                                             a CPU: minutes, nothing to download
     torchrun simwhitening.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simwhitening.py --dataset imagenet --data-dir DIR
 
-Measured (k-NN, width 16, n = 1, see README): patterns 78.2 %; CIFAR-10 in ten epochs 60.3 %; initialisation
-20.0, 32.2 %. gamma makes A more symmetric, and learning hardly faster.
+MEASURED
 """
 import argparse
 import copy
@@ -29,12 +36,11 @@ from torch import Tensor, nn
 import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-256", epochs=1000, batch_size=512, base_lr=0.03,
-             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
-# 512 for the paper's 2048, with which S is singular at its batch of 512: 2N must be above D
-IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-512", epochs=200, base_lr=0.05)
+             weight_decay=1e-6, warmup_epochs=0.0)  # Sec. 4
+IMAGENET = dict(CIFAR, arch="resnet50", projector="2048-2048-2048", epochs=200, base_lr=0.05)
 RECIPES = {
-    "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=7, batch_size=256, base_lr=3.0,
-                     bias_lr=0.01, warmup_epochs=1.0),
+    "patterns": dict(CIFAR, width=16, projector="512-512-32", epochs=10, batch_size=256, base_lr=3.0,
+                     warmup_epochs=1.0),
     "cifar10": CIFAR, "cifar100": CIFAR, "stl10": CIFAR, "tinyimagenet": CIFAR,
     "imagenet100": IMAGENET, "imagenet": dict(IMAGENET, warmup_epochs=10.0),
     "folder": dict(CIFAR, epochs=200, batch_size=256, warmup_epochs=10.0)}
@@ -44,53 +50,64 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simwhitening.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tau", type=common.positive, default=0.2, help="temperature (ours, as in the authors' port)")
+    add("--tau", type=common.positive, default=0.2, help="temperature (ours)")
     add("--gamma", type=common.rate, default=0.01, help="weight of the symmetry term (Eq. 6)")
-    add("--eps", type=common.rate, default=1e-4, help="ridge on S (ours)")
+    add("--eps", type=common.rate, default=3.0, help="ridge on S, in mean eigenvalues of C (ours)")
     add("--momentum-encoder", type=common.fraction, metavar="M",
-        help="second view through an EMA copy of this momentum, no gradient (Sec. 3.3)")
-    add("--predictor", action="store_true", help="MLP on the first view's side (Sec. 3.3)")
+        help="second view through an EMA copy, no gradient (Sec. 3); 0: SimSiam's stop-gradient")
+    add("--predictor", action="store_true", help="MLP on the online branch (Sec. 3.1, after Eq. 6)")
+    add("--symmetric", action="store_true", help="both directions: also the loss of swapped branches")
     common.add_run_args(parser)
     args = common.parse_run_args(parser, RECIPES, argv)
     n, d = args.batch_size, int(args.projector.split("-")[-1])
-    if d >= 2 * n:
-        parser.error(f"--batch-size {n} and embedding dimension {d}: the covariance of 2 x {n} embeddings is "
-                     f"singular; take a batch above {d // 2} or a --projector that ends below {2 * n}")
+    if d >= 2 * n and args.eps < 0.1:
+        parser.error(f"--batch-size {n}, embedding dimension {d}, --eps {args.eps}: 2 x {n} points in {d} "
+                     f"dimensions whiten to a simplex, whatever they are, unless --eps is 0.1 or more")
     return args
 
 
-def whiten(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Both views with joint mean 0 and, at eps = 0, covariance I; nan where S is not positive definite."""
+def covariance(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Both views less their joint mean, (N, D) each, and S (D, D), positive definite even where C is 0."""
     n, d = z1.shape
     mu = torch.cat([z1, z2]).mean(0)  # (D,)
     z1, z2 = z1 - mu, z2 - mu
-    S = (z1.T @ z1 + z2.T @ z2) / (2 * n) + eps * torch.eye(d, dtype=z1.dtype, device=z1.device)  # (D, D)
+    C = (z1.T @ z1 + z2.T @ z2) / (2 * n)  # (D, D)
+    floor = torch.finfo(C.dtype).eps * mu.square().mean() + 1e-30  # what rounding leaves of a constant (ours)
+    return z1, z2, C + (eps * C.trace() / d + floor) * torch.eye(d, dtype=C.dtype, device=C.device)
+
+
+def whiten(z1: Tensor, z2: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Both views with joint mean 0 and, at eps = 0, covariance I; nan if S is not positive definite."""
+    z1, z2, S = covariance(z1, z2, eps)
     L, failed = torch.linalg.cholesky_ex(S)  # S = L L^T; unlike cholesky(), no wait for the device
-    w = torch.linalg.solve_triangular(L, torch.cat([z1, z2]).T, upper=False).T  # (2N, D), Eq. 2
+    w = torch.linalg.solve_triangular(L, torch.cat([z1, z2]).T, upper=False).T  # (2N, D)
     w1, w2 = torch.where(failed == 0, w, torch.nan).chunk(2)
     return w1, w2
 
 
 def simwhitening_loss(z1: Tensor, z2: Tensor, tau: float = 0.2, gamma: float = 0.01,
-                      eps: float = 1e-4) -> tuple[Tensor, dict[str, Tensor]]:
+                      eps: float = 3.0) -> tuple[Tensor, dict[str, Tensor]]:
     """SimWhitening's loss of two views' embeddings, (N, D) each: a 0-d tensor, float32 or float64, and its
     terms ce and sym, unweighted."""
+    if z1.shape != z2.shape:
+        raise ValueError(f"the shapes of the views differ: {tuple(z1.shape)} and {tuple(z2.shape)}")
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = (z if z.dtype == torch.float64 else z.float() for z in (z1, z2))
         w1, w2 = whiten(z1, z2, eps)  # (N, D) each
         A = F.normalize(w1, dim=1) @ F.normalize(w2, dim=1).T / tau  # (N, N)
-        ce = F.cross_entropy(A, torch.arange(len(A), device=A.device))  # Eq. 5
-        sym = torch.linalg.norm(A - A.T)  # Eq. 6
-        loss = ce + gamma * sym if gamma else ce
+        ce = F.cross_entropy(A, torch.arange(len(A), device=A.device))  # Eq. 2
+        sym = torch.linalg.norm(A - A.T)  # Eq. 5
+        loss = ce + gamma * sym if gamma else ce  # Eq. 6
         return loss, {"ce": ce.detach(), "sym": sym.detach()}
 
 
 def mlp(widths: list[int]) -> nn.Sequential:
-    """Linear layers, BatchNorm after each, ReLU after each but the last (Sec. 4)."""
+    """Linear layers, BatchNorm and ReLU after each but the last (Sec. 4); after that BatchNorm without scale
+    and shift (ours): a learnt shift is a direction common to all embeddings, into which they can collapse."""
     layers = []
     for a, b in zip(widths[:-1], widths[1:]):
         layers += [nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
 
 
 class Model(nn.Module):
@@ -100,23 +117,25 @@ class Model(nn.Module):
         widths = [int(w) for w in args.projector.split("-")]
         self.projector = mlp([self.backbone.feature_dim, *widths])
         self.predictor = mlp([widths[-1]] * 3) if args.predictor else nn.Identity()
+        self.symmetric = args.symmetric
         self.target = None  # EMA copy of backbone and projector
         if args.momentum_encoder is not None:
             self.target = copy.deepcopy(nn.Sequential(self.backbone, self.projector)).requires_grad_(False)
 
-    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.target is None:
-            h = self.backbone(torch.cat([x1, x2]))  # (2N, feature_dim)
-            z1, z2 = self.projector(h).chunk(2)  # (N, D) each
-        else:
-            h = self.backbone(x1)  # (N, feature_dim)
-            z1, z2 = self.projector(h), self.target(x2)
-        return h, self.predictor(z1), z2
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, ...]:
+        """Features h; z1 of the online branch and z2 of the other, (N, D) each; if symmetric, then the same
+        of the views in the other branch."""
+        x, n = torch.cat([x1, x2]), len(x1)
+        h = self.backbone(x if self.target is None or self.symmetric else x1)  # (2N or N, feature_dim)
+        online = self.projector(h)
+        other = online if self.target is None else self.target(x if self.symmetric else x2)
+        pair = self.predictor(online[:n]), other[-n:]
+        return (h, *pair, self.predictor(online[n:]), other[:n]) if self.symmetric else (h, *pair)
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """The affinity matrix of the whitened embeddings, whose diagonal lights up with training."""
-    w1, w2 = whiten(z1.cpu().double(), z2.cpu().double(), 1e-4)
+    w1, w2 = whiten(z1.cpu().double(), z2.cpu().double(), args.eps)
     return [F.normalize(w1, dim=1) @ F.normalize(w2, dim=1).T]
 
 
@@ -128,8 +147,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
-    optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = common.LARS(params, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
     run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
     net = common.distribute(model, env, args.compile)
@@ -138,12 +156,16 @@ def main(args):
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
             with common.autocast(env.device, args.precision):
-                h, z1, z2 = net(x1, x2)
-            z1, z2 = common.gather(z1.float()), common.gather(z2.float())  # (N, D), of all ranks
+                h, z1, z2, *swapped = net(x1, x2)
+            z1, z2, *swapped = (common.gather(z.float()) for z in (z1, z2, *swapped))  # (N, D), of all ranks
             loss, terms = simwhitening_loss(z1, z2, args.tau, args.gamma, args.eps)
+            if args.symmetric:
+                loss_, terms_ = simwhitening_loss(*swapped, args.tau, args.gamma, args.eps)
+                loss, terms = (loss + loss_) / 2, {k: (terms[k] + terms_[k]) / 2 for k in terms}
 
             optimizer.zero_grad()
             loss.backward()

@@ -14,8 +14,14 @@ non-contrastive self-supervised learning", arXiv 2206.02574.
     -sq, -abs   the square or the absolute value of u_i.u_j in the sum; dcl: the positive left out of it
     spectral, barlow, tcr: beside their functions
 
-The variance term is halved, as in VICReg's released code; VICReg's paper adds the two views'. Ours, not the
-paper's: tau and the weights of vicreg-exp and vicreg-ctr, tcr's weight, all recipes but imagenet's.
+The variance term is halved, as in VICReg's released code; VICReg's paper adds the two views'. What is left
+between vicreg-ctr and simclr is how negative pairs are sampled: N - 1 of the same view, or 2N - 2 of both
+views and the positive with them.
+
+Ours, not the paper's: tau and the weights of vicreg-exp and vicreg-ctr (the paper's are in its Table S6:
+check there), tcr's weight; on ImageNet the recipes of dcl, spectral, barlow and tcr; all other recipes;
+bilinear crops (Table S1: bicubic); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual
+branches; the online probe's BatchNorm and rate; rankme of one batch, not of the whole set.
 
 Why tau 0.5 and weights 25, 25, 1 collapse: embeddings of one dimension, copied to all with either sign, cost
 log cosh(1 / tau) = 1.3 more of c_exp than decorrelated ones, whatever d, where c is d - 1, 2047 at d = 2048.
@@ -41,9 +47,10 @@ from torch import Tensor, nn
 import common
 
 CIFAR = dict(arch="resnet18", width=64, projector="2048-2048-2048", epochs=1000, batch_size=256, base_lr=0.3,
-             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=10.0)  # ours
-IMAGENET = dict(CIFAR, arch="resnet50", projector="8192-8192-8192", epochs=100, batch_size=1024)
-SIMCLR_IMAGENET = dict(IMAGENET, base_lr=0.5, batch_size=2048)
+             bias_lr=1.0, weight_decay=1e-6, warmup_epochs=10.0, augment="simsiam")  # ours
+IMAGENET = dict(CIFAR, arch="resnet50", projector="8192-8192-8192", epochs=100, batch_size=1024,
+                augment="byol")
+SIMCLR_IMAGENET = dict(IMAGENET, base_lr=0.5, batch_size=2048)  # tuned; also for -sq, -abs (App. G)
 RECIPES = {
     "patterns": dict(CIFAR, width=16, projector="512-512-128", epochs=7, base_lr=3.0, bias_lr=0.01,
                      warmup_epochs=1.0),
@@ -52,6 +59,9 @@ RECIPES = {
 TAU = {"vicreg-exp": 0.05, "vicreg-ctr": 0.05}  # ours; the others' 0.15 is the paper's for SimCLR
 COV_WEIGHT = {"vicreg-exp": 25.0, "vicreg-ctr": 25.0}  # ours; 1 elsewhere
 SIM_WEIGHT = {"tcr": 50.0}  # ours: with 1 it spreads views apart too; 25 elsewhere
+BYOL = dict(crop_scale=(0.08, 1.0), jitter=(0.4, 0.4, 0.2, 0.1))
+AUGMENTS = {"simsiam": (dict(), dict()),  # how common.Augment makes the two views
+            "byol": (dict(BYOL, blur_p=1.0), dict(BYOL, blur_p=0.1, solarize_p=0.2))}  # Table S1
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -67,8 +77,11 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
     add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal (paper's)")
     add("--radius", type=common.positive, default=1.0, help="of spectral: the rows' squared norm")
+    add("--bias-lr", type=common.rate,
+        help="of biases and BatchNorm, times that of weights, which LARS scales (ours: patterns 0.01)")
+    add("--augment", choices=tuple(AUGMENTS), help="the same twice, or BYOL's two different ones (Table S1)")
     common.add_run_args(parser)
-    simclr = parser.parse_known_args(argv)[0].method == "simclr"
+    simclr = parser.parse_known_args(argv)[0].method.startswith("simclr")
     recipes = {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES
     args = common.parse_run_args(parser, recipes, argv)
     args.tau = TAU.get(args.method, 0.15) if args.tau is None else args.tau
@@ -274,36 +287,42 @@ class Model(nn.Module):
         return h, *self.projector(h).chunk(2)  # (N, D) each
 
 
-def picture(z1: Tensor, z2: Tensor) -> list[Tensor]:
+def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
     """The cosines of the two views' embeddings (N, N), and the correlations of their dimensions (D, D)."""
     c1, c2 = (F.normalize(z - z.mean(0), dim=0) for z in (z1, z2))
     return [F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T, c1.T @ c2]
 
 
-def spectrum_picture(z: Tensor) -> Tensor:
-    """Of embeddings (N, D): the min(N, D) largest singular values of their covariance over the first, on a
-    logarithmic scale, and histograms of the samples' cosines (blue) and the dimensions' correlations (light
-    blue), the diagonals left out. -> (3, H, W)"""
-    z = z.float().cpu()
-    c = F.normalize(z - z.mean(0), dim=0)
-    s = torch.linalg.svdvals(z - z.mean(0)).square().clamp(min=1e-30)  # of the covariance, times N - 1
-    decades = 1 + (s / s[0].clamp(min=1e-20)).log10() / 8
-    decades = decades[torch.arange(360) * len(s) // 360]
+def spectrum_picture(z: Tensor, h: Tensor) -> Tensor:
+    """Of embeddings (N, D), blue, and representations (2N, feature_dim), light blue: the largest singular
+    values of their covariances over the first, on a logarithmic scale (App. J). Beside them histograms of the
+    embeddings' cosines (blue) and their dimensions' correlations (light blue), without the diagonals.
+    -> (3, H, W)"""
+    z, h = z.float().cpu(), h.float().cpu()
+    spectra, c = [], F.normalize(z - z.mean(0), dim=0)
+    for x in (z, h):
+        s = torch.linalg.svdvals(x - x.mean(0)).square().clamp(min=1e-30)  # of the covariance, times N - 1
+        decades = 1 + (s / s[0].clamp(min=1e-20)).log10() / 8
+        spectra.append(decades[torch.arange(360) * len(s) // 360])
     histograms = []
     for G in (F.normalize(z, dim=1) @ F.normalize(z, dim=1).T, c.T @ c):
         off = G[~torch.eye(len(G), dtype=torch.bool)]
         counts = torch.histc(off, 120, -1, 1)
         histograms.append((counts / counts.max().clamp(min=1)).repeat_interleave(3))
-    left = {"singular value, 1 to 1e-8": (4, 2), f"of {len(s)}": (300, 226)}
-    right = {"pairs": (4, 2), "cosine, correlation: -1 to 1": (200, 226)}
-    return torch.cat([common.chart([decades], left), common.chart(histograms, right)], dim=2)
+    left = {"singular values, 1 to 1e-8": (200, 2), f"blue: {min(z.shape)} of embeddings": (4, 204),
+            f"light blue: {min(h.shape)} of representations": (4, 218)}
+    right = {"pairs, -1 to 1": (4, 2), "blue: cosines": (4, 16), "light blue: correlations": (4, 30)}
+    return torch.cat([common.chart(spectra, left), common.chart(histograms, right)], dim=2)
 
 
 def measures(z: Tensor, h: Tensor) -> dict[str, float]:
-    """Of the epoch's last batch: both criteria of the normalised embeddings z (N, D), their rank and that of
-    the representations h (2N, feature_dim)."""
+    """Of the epoch's last batch: both criteria of the normalised embeddings z (N, D); column_norms (App. H),
+    sum_j |column j|^4 / (N^2 / D), 1 if all dimensions are alike; the effective ranks of z and of the
+    representations h (2N, feature_dim)."""
     u = F.normalize(z, dim=1)
+    n, d = u.shape
     return {"Lc": contrastive_criterion(u).item(), "Lnc": noncontrastive_criterion(u).item(),
+            "column_norms": u.norm(dim=0).pow(4).sum().item() * d / n**2,
             "rankme_embeddings": common.rankme(z), "rankme": common.rankme(h)}
 
 
@@ -317,15 +336,20 @@ def main(args):
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
     optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
-    augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
-    run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
+    augments = [common.Augment(train.image_size, mean=train.mean, std=train.std, **view)
+                for view in AUGMENTS[args.augment]]
+    args.projector_parameters = sum(p.numel() for p in model.projector.parameters())  # for args.json, App. I
+    if env.rank == 0:
+        print(f"{args.method}, projector {args.projector} of {args.projector_parameters:,} parameters")
+    run = common.Run(args, env, train, test, model, optimizer, augments, picture)
     net = common.distribute(model, env, args.compile)
 
     for epoch in run.epochs():
         for step, (x1, x2), y in run.batches(epoch):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
-            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, lr * args.bias_lr
+            for group, share in zip(optimizer.param_groups, (1, args.bias_lr)):
+                group["lr"] = lr * share
 
             with common.autocast(env.device, args.precision):
                 h, z1, z2 = net(x1, x2)
@@ -336,9 +360,9 @@ def main(args):
             loss.backward()
             optimizer.step()
             run.log(lr, loss, terms, z1, h, y)
-        h = common.gather(h.detach().float())
-        run.end_epoch(epoch, lambda: measures(z1.detach(), h))
-        run.draw("spectrum.png", lambda: spectrum_picture(z1.detach()))
+        z1, h = z1.detach(), common.gather(h.detach().float())
+        run.end_epoch(epoch, lambda: measures(z1, h))
+        run.draw("spectrum.png", lambda: spectrum_picture(z1, h))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
-"""Evaluation protocols: closed forms, what is accepted and refused, two processes, what the network is
-shown."""
+"""Evaluation protocols: closed forms, plain loops, what is accepted and refused, two processes, what the
+network is shown, going on after a kill."""
 
 import json
+import math
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 
 import common
 import linear_eval
-from test_run import run
+from test_run import run, run_here
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,18 @@ def folder(tmp_path_factory):
         path.parent.mkdir(parents=True, exist_ok=True)
         colour = torch.tensor([0.2, 0.6, 1.0] if i % 2 else [1.0, 0.6, 0.2]).view(3, 1, 1)
         torchvision.utils.save_image(torch.rand(3, 16, 16, generator=generator) * colour, path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """84 training and 35 test images of seven shades that overlap, so that top-1, top-5 and 1 all differ."""
+    root, generator = tmp_path_factory.mktemp("many"), torch.Generator().manual_seed(0)
+    for i in range(119):
+        path = root / ("train" if i < 84 else "test") / "abcdefg"[i % 7] / f"{i:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shade = 0.3 + 0.05 * (i % 7) + 0.1 * torch.randn(3, 1, 1, generator=generator)
+        torchvision.utils.save_image(torch.rand(3, 16, 16, generator=generator) * shade, path)
     return root
 
 
@@ -107,17 +123,34 @@ def test_rankme_and_cka_protocols(capsys, folder, backbone):
     assert same["cka"] == pytest.approx(1)
 
 
+def fingerprint(network):
+    return linear_eval.digest(*network.state_dict().values())
+
+
 def test_the_backbone_is_not_changed(capsys, folder, backbone, monkeypatch):
-    seen = []
-    original = linear_eval.fingerprint
-    monkeypatch.setattr(linear_eval, "fingerprint", lambda module: seen.append(original(module)) or seen[-1])
-    evaluate(
-        capsys, backbone, "--data-dir", folder, "--protocol", "linear", "--epochs", "1", "--batch-size", "50"
-    )
+    args = [backbone, "--data-dir", folder, "--protocol", "linear", "--epochs", "1", "--batch-size", "50"]
+    seen, original = [], linear_eval.digest
+    monkeypatch.setattr(linear_eval, "digest", lambda *values: seen.append(original(*values)) or seen[-1])
+    evaluate(capsys, *args)
+    monkeypatch.undo()
     network, _ = linear_eval.load_backbone(backbone)
-    assert seen == [original(network)] * 2
+    assert seen == [fingerprint(network)] * 2
     network.bn1.running_mean += 1
-    assert original(network) != seen[0]
+    assert fingerprint(network) != seen[0]
+
+    def spoil(module, x):  # a bug that trains the backbone's statistics
+        module.running_mean += 1e-3
+
+    def spoilt(*args):
+        network, about = load_backbone(*args)
+        network.bn1.register_forward_pre_hook(spoil)
+        return network, about
+
+    load_backbone = linear_eval.load_backbone
+    monkeypatch.setattr(linear_eval, "load_backbone", spoilt)
+    with pytest.raises(SystemExit):
+        evaluate(capsys, *args)
+    assert "the backbone changed" in capsys.readouterr().err
 
 
 def test_the_network_sees_the_pixels_of_its_pretraining(capsys, folder, backbone, monkeypatch):
@@ -136,39 +169,32 @@ def test_the_network_sees_the_pixels_of_its_pretraining(capsys, folder, backbone
     torch.testing.assert_close(shown[0][0].double(), (pixels - 0.1) / 0.9, atol=1e-6, rtol=0)
 
 
-def test_two_processes_count_every_test_image_once(capsys, folder, backbone):
+def test_two_processes_count_every_test_image_once(capsys, folder, backbone, tmp_path):
     """67 test images: two ranks cannot share them evenly."""
     for protocol in ("knn", "frozen-features"):
-        args = [backbone, "--data-dir", folder, "--protocol", protocol, "--device", "cpu", "--epochs", "3"]
+        args = [backbone, "--data-dir", folder, "--protocol", protocol, "--epochs", "3", "--k", "3,9"]
+        two = run("linear_eval.py", *args, "--device", "cpu", "--out", tmp_path / protocol, world=2)
         alone = evaluate(capsys, *args)
-        two = run("linear_eval.py", *args, world=2)
         assert json.loads(two[0][1].splitlines()[-1]) == alone and two[1][1] == ""
+    assert [json.loads(line) for line in (tmp_path / protocol / "eval.jsonl").open()] == [alone]
 
 
-def test_checkpoint_and_run_folder_hold_the_same_backbone(tmp_path, folder):
-    run(
-        "simtrace.py",
-        "--dataset",
-        "folder",
-        "--data-dir",
-        folder,
-        "--width",
-        "4",
-        "--projector",
-        "16-8",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "32",
-        "--max-steps",
-        "1",
-        "--out",
-        tmp_path,
-    )
-    a, about = linear_eval.load_backbone(tmp_path)
-    b, _ = linear_eval.load_backbone(tmp_path / "checkpoint.pt")
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """Arguments and folder of a run of simtrace.py, stopped after a step of its six."""
+    out = tmp_path_factory.mktemp("trained")
+    args = ["--dataset", "folder", "--data-dir", folder, "--width", "4", "--projector", "16-8"]
+    args += ["--epochs", "1", "--batch-size", "32", "--device", "cpu"]
+    run("simtrace.py", *args, "--max-steps", "1", "--out", out)
+    return args, out
+
+
+def test_checkpoint_and_run_folder_hold_the_same_backbone(trained):
+    _, out = trained
+    a, about = linear_eval.load_backbone(out)
+    b, _ = linear_eval.load_backbone(out / "checkpoint.pt")
     assert about["image_size"] == 32 and about["mean"] == pytest.approx(list(common.STATS["imagenet"][0]))
-    assert linear_eval.fingerprint(a) == linear_eval.fingerprint(b)
+    assert fingerprint(a) == fingerprint(b) and linear_eval.method(out / "checkpoint.pt") == "simtrace"
 
 
 @pytest.mark.parametrize(
@@ -176,11 +202,15 @@ def test_checkpoint_and_run_folder_hold_the_same_backbone(tmp_path, folder):
     [
         (
             lambda s: s.update(state_dict={"module.encoder_q." + k: v for k, v in s["state_dict"].items()}),
-            ["module.encoder_q.conv1.weight"],
+            ["no conv1.weight and an unexpected module.encoder_q.conv1.weight"],
         ),
-        (lambda s: s["state_dict"].pop("bn1.weight"), ["conv1.weight"]),
-        (lambda s: s["state_dict"].update({"fc.weight": torch.zeros(2, 128)}), ["conv1.weight"]),
-        (lambda s: s.update(width=8), ["conv1.weight"]),
+        (lambda s: s["state_dict"].pop("bn1.weight"), ["no bn1.weight"]),
+        (lambda s: s["state_dict"].update({"fc.weight": torch.zeros(2, 128)}), ["unexpected fc.weight"]),
+        (
+            lambda s: s["state_dict"].update({"stem.weight": s["state_dict"].pop("layer1.0.bn1.bias")}),
+            ["no layer1.0.bn1.bias and an unexpected stem.weight"],
+        ),
+        (lambda s: s.update(width=8), ["conv1.weight of shape (16, 3, 3, 3), not (8, 3, 3, 3)"]),
         (lambda s: s.pop("arch"), ["conv1.weight"]),
         (lambda s: [s.clear(), s.update({"layer.weight": torch.zeros(1)})], ["layer.weight"]),
     ],
@@ -203,6 +233,18 @@ def test_foreign_weights_are_refused(capsys, backbone, tmp_path, change, words):
         (["RUN", "--protocol", "cka"], 2, ["--other"]),
         (["RUN", "--protocol", "best-epoch"], 2, ["--protocol"]),
         (["RUN", "--k", "0"], 2, ["--k"]),
+        (["RUN", "--k", "20,x"], 2, ["--k", "20,x"]),
+        (["RUN", "--tau", "0.1,nan", "--protocol", "knn"], 2, ["--tau"]),
+        (["RUN", "--weight-decay", "-1"], 2, ["--weight-decay"]),
+        (["RUN", "RUN", "--save", "c.pt"], 2, ["2 runs", "--save"]),
+        (["RUN"] * 11 + ["--protocol", "curves", "--out", "o"], 2, ["11 runs", "curves ten"]),
+        (["RUN", "--protocol", "knn", "--save", "c.pt"], 2, ["--save"]),
+        (["RUN", "--protocol", "features"], 2, ["--out"]),
+        (["RUN", "RUN", "--protocol", "features", "--out", "o"], 2, ["2 runs", "features"]),
+        (["RUN", "--protocol", "curves"], 2, ["--out"]),
+        (["RUN", "--protocol", "curves", "--out", "FLAT"], 1, ["RUN", "log.jsonl"]),
+        (["RUN", "/no/such/run", "RUN", "--protocol", "knn"], 1, ["/no/such/run"]),
+        (["RUN", "--protocol", "frozen-features", "--base-lr", "1e38"], 1, ["RUN", "--base-lr"]),
         (["RUN", "--data-dir", "FLAT"], 1, ["FLAT"]),
         (["RUN", "--data-dir", "/no/such/folder"], 1, ["/no/such/folder"]),
     ],
@@ -216,6 +258,266 @@ def test_errors(capsys, folder, backbone, tmp_path, args, status, words):
     args = [places.get(a, a) for a in args] + ([] if "--data-dir" in args else ["--data-dir", str(folder)])
     with pytest.raises(SystemExit) as exit:
         linear_eval.main(linear_eval.parse_args(args))
-    error = capsys.readouterr().err
-    assert exit.value.code == status and error.startswith("error: ") and error.count("\n") == 1
+    out, error = capsys.readouterr()
+    assert exit.value.code == status and error.startswith("error: ") and error.count("\n") == 1 and not out
     assert all(places.get(word, word) in error for word in words), error
+
+
+def frozen_features(backbone, data_dir):
+    """Features and labels of both splits, by common alone."""
+    network, about = linear_eval.load_backbone(backbone)
+    env, result = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")), []
+    for train in (True, False):
+        data = common.load_images("folder", data_dir, train, env, 16)
+        data = data._replace(**{key: about[key] for key in ("mean", "std", "image_size")})
+        result += [common.features(network, data, env), data.labels]
+    return result
+
+
+def plain_loop(x, y, classes, epochs, batch, lr, schedule, optimizer, decay):
+    """The classifier, its batches in linear_eval's order and all else written out."""
+    torch.manual_seed(0)
+    w, b = torch.empty(classes, x.shape[1]), torch.zeros(classes)
+    torch.nn.Linear(x.shape[1], classes)  # draws its own, which are not used
+    w.normal_(std=0.01)
+    w.requires_grad_(), b.requires_grad_()
+    momenta, steps = [torch.zeros_like(w), torch.zeros_like(b)], len(x) // batch
+    for epoch in range(epochs):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(common.seed_for(0, epoch)))
+        for i in range(steps):
+            rows, t = order[i * batch:(i + 1) * batch], epoch * steps + i
+            rate = lr * (1 + math.cos(math.pi * t / (epochs * steps))) / 2
+            if schedule == "step":
+                rate = lr if epoch < 0.6 * epochs else lr / 10 if epoch < 0.8 * epochs else lr / 100
+            loss = -F.log_softmax(x[rows] @ w.T + b, dim=1)[range(batch), y[rows]].mean()
+            for p, g, m in zip((w, b), torch.autograd.grad(loss, (w, b)), momenta):
+                with torch.no_grad():
+                    g = g + decay * p if optimizer == "sgd" or p.ndim > 1 else g
+                    if optimizer == "lars" and p.ndim > 1:
+                        g = g * 0.001 * p.norm() / g.norm()
+                    m.mul_(0.9).add_(g)
+                    p.sub_(rate * m)
+    return w.detach(), b.detach()
+
+
+@pytest.mark.parametrize(
+    "flags, settings",
+    [
+        (["--base-lr", "3"], (3, "cosine", "sgd", 0)),
+        (["--base-lr", "3", "--schedule", "step", "--weight-decay", "0.01"], (3, "step", "sgd", 0.01)),
+        (["--optimizer", "lars", "--base-lr", "20", "--weight-decay", "0.1"], (20, "cosine", "lars", 0.1)),
+        (["--base-lr", "0.5", "OTHER"], (0.5, "cosine", "sgd", 0)),
+    ],
+)
+def test_classifier_is_the_plain_loop_and_top5(capsys, many, backbone, tmp_path, flags, settings):
+    default = linear_eval.parse_args(["x"]).normalize
+    other = "--no-normalize" if default else "--normalize"
+    normalize = default != ("OTHER" in flags)
+    flags = [other if flag == "OTHER" else flag for flag in flags]
+    result = evaluate(capsys, backbone, "--data-dir", many, "--protocol", "frozen-features", "--epochs", "5",
+                      "--batch-size", "20", *flags, "--save", tmp_path / "c.pt")
+    train_x, train_y, test_x, test_y = frozen_features(backbone, many)
+    saved = torch.load(tmp_path / "c.pt")
+    scale = sum(row.norm().item() for row in train_x) / len(train_x) if normalize else 1
+    assert saved["scale"] == pytest.approx(scale, rel=1e-5) and result["normalize"] == normalize
+    lr, *rest = settings
+    w, b = plain_loop(train_x / saved["scale"], train_y, 7, 5, 20, lr * 20 / 256, *rest)
+    assert (w - 0.01 * torch.randn_like(w)).abs().max() > 1e-3 and b.abs().max() > 1e-3  # it was trained
+    torch.testing.assert_close(saved["weight"], w, atol=1e-6, rtol=0)
+    torch.testing.assert_close(saved["bias"], b, atol=1e-6, rtol=0)
+
+    top1 = top5 = 0
+    for h, y in zip(test_x, test_y):
+        logits = [(h / scale) @ row + bias for row, bias in zip(w, b)]
+        better = sum(v > logits[y] for v in logits)
+        top1, top5 = top1 + (better < 1), top5 + (better < 5)
+    assert result["accuracy"] == top1 / 35 < result["top5"] == top5 / 35 < 1
+    assert saved["classes"] == list("abcdefg") and saved["arch"] == "resnet18" and saved["mean"] == [0.1] * 3
+    assert (saved["width"], saved["small_images"], saved["image_size"]) == (16, True, 16)
+
+
+def test_top5_only_with_more_than_five_classes(capsys, folder, backbone):
+    args = [backbone, "--data-dir", folder, "--protocol", "frozen-features", "--epochs", "1"]
+    assert "top5" not in evaluate(capsys, *args)
+
+
+def test_knn_lists_are_the_single_calls(capsys, many, backbone):
+    x = frozen_features(backbone, many)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(84, 9, generator=generator), x[1], torch.randn(35, 9, generator=generator), x[3]
+    grid = common.knn_accuracy(*noise, k=[3, 300, 20], tau=[0.1, 1.0], chunk=8)
+    single = [[common.knn_accuracy(*noise, k=k, tau=tau) for tau in (0.1, 1.0)] for k in (3, 300, 20)]
+    assert grid == single and len({v for row in single for v in row}) > 2
+
+    args = [backbone, "--data-dir", many, "--protocol", "knn"]
+    result = evaluate(capsys, *args, "--k", "3,300,20", "--tau", "0.1,1")
+    tried = [(row["k"], row["tau"], row["accuracy"]) for row in result["tried"]]
+    pairs = [(k, tau) for k in (3, 300, 20) for tau in (0.1, 1.0)]
+    assert tried == [(k, tau, common.knn_accuracy(*x, k=k, tau=tau)) for k, tau in pairs]
+    assert (result["k"], result["tau"], result["accuracy"]) == tried[0]
+    assert result["best_on_test"]["accuracy"] == max(accuracy for _, _, accuracy in tried)
+    alone = evaluate(capsys, *args, "--k", "3")
+    assert alone["accuracy"] == tried[0][2] and "tried" not in alone and "best_on_test" not in alone
+
+
+def test_table_of_several_runs(capsys, folder, backbone, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "backbone.pt").write_bytes((backbone / "backbone.pt").read_bytes())
+    said = {"settings": {"framework": "byol"}, "script": "s"}
+    (tmp_path / "other" / "args.json").write_text(json.dumps(said))
+    runs = [str(backbone), str(tmp_path / "other")]
+    args = [*runs, "--data-dir", str(folder), "--protocol", "knn", "--k", "5,7"]
+    args += ["--out", str(tmp_path / "out")]
+    for _ in range(2):  # the second time a result is told again, but not written again
+        linear_eval.main(linear_eval.parse_args([*args, "--device", "cpu", "--workers", "0"]))
+        lines = capsys.readouterr().out.splitlines()
+        assert [json.loads(line)["run"] for line in lines[-2:]] == runs and len(lines) == 1 + 4 + 2
+        assert json.loads(lines[-1])["method"] == "byol" and json.loads(lines[-2])["method"] == "-"
+        columns = [lines[0].index(title) for title in ("run", "method", "dataset", "protocol", "top-1")]
+        for line, k in zip(lines[1:5], (5, 7, 5, 7)):
+            cells = [line[a:b].strip() for a, b in zip(columns, [*columns[1:], None])]
+            assert cells[0] in runs and cells[3].startswith(f"knn, k {k}, tau 0.1") and float(cells[4]) > 0.9
+        assert sum("(best on test)" in line for line in lines) == 2
+    assert (tmp_path / "out" / "eval.jsonl").read_text().splitlines() == lines[-2:]
+
+
+def test_what_is_done_is_told_when_a_later_run_fails(capsys, folder, backbone, tmp_path):
+    state = torch.load(backbone / "backbone.pt")
+    state["state_dict"]["conv1.weight"][0] = torch.nan
+    torch.save(state, tmp_path / "spoilt.pt")
+    with pytest.raises(SystemExit):
+        evaluate(capsys, backbone, tmp_path / "spoilt.pt", "--data-dir", folder, "--protocol", "rankme")
+    out, error = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["run"] == str(backbone)
+    assert error.startswith("error: ") and "spoilt.pt" in error and error.count("\n") == 1
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("protocol", ["linear", "frozen-features"])
+def test_goes_on_after_a_kill(capsys, many, backbone, tmp_path, monkeypatch, protocol):
+    args = [backbone, "--data-dir", many, "--protocol", protocol, "--epochs", "4", "--batch-size", "20",
+            "--base-lr", "3", "--save", tmp_path / "c.pt", "--out"]
+    whole = evaluate(capsys, *args, tmp_path / "whole")
+    expected = torch.load(tmp_path / "c.pt")
+
+    epochs, original = [], common.batches
+
+    def batches(data, epoch, *rest):
+        epochs.append(epoch)
+        return original(data, epoch, *rest)
+
+    def save(path, state):
+        common_save(path, state)
+        if state.get("epoch") == 2:
+            raise Killed
+
+    common_save = common.save_checkpoint
+    monkeypatch.setattr(common, "batches", batches)
+    monkeypatch.setattr(common, "save_checkpoint", save)
+    with pytest.raises(Killed):
+        evaluate(capsys, *args, tmp_path / "out")
+    monkeypatch.setattr(common, "save_checkpoint", common_save)
+    assert epochs == [0, 1] and not (tmp_path / "out" / "eval.jsonl").exists()
+    for _ in range(2):  # the second time there is nothing left to train
+        assert evaluate(capsys, *args, tmp_path / "out") == whole
+        assert epochs == [0, 1, 2, 3]
+        found = torch.load(tmp_path / "c.pt")
+        assert all(torch.equal(found[name], expected[name]) for name in ("weight", "bias"))
+        assert (tmp_path / "out" / "eval.jsonl").read_text() == json.dumps(whole) + "\n"
+
+    def starts_anew(*more):
+        epochs.clear()
+        evaluate(capsys, *args, tmp_path / "out", *more)
+        return epochs == [0, 1, 2, 3]
+
+    assert starts_anew("--base-lr", "4") and starts_anew("--seed", "1")
+    state = torch.load(backbone / "backbone.pt")
+    state["state_dict"]["bn1.bias"] += 0.1
+    torch.save(state, tmp_path / "backbone.pt")
+    args[0] = tmp_path
+    assert starts_anew() and len(list((tmp_path / "out").glob(f"{protocol}-*.pt"))) == 4
+
+
+def test_damaged_state_is_refused(capsys, folder, backbone, tmp_path):
+    args = [backbone, "--data-dir", folder, "--protocol", "frozen-features", "--epochs", "1"]
+    args += ["--out", tmp_path]
+    evaluate(capsys, *args)
+    file, = tmp_path.glob("*.pt")
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(SystemExit):
+        evaluate(capsys, *args)
+    assert file.name in capsys.readouterr().err
+
+
+def test_features_protocol(capsys, many, backbone, tmp_path):
+    args = [backbone, "--protocol", "features", "--out", tmp_path / "out", "--data-dir"]
+    result = evaluate(capsys, *args, many)
+    assert result["classes"] == list("abcdefg") and (result["n_train"], result["n_test"]) == (84, 35)
+    names = ("train_features", "train_labels", "test_features", "test_labels")
+    for name, expected in zip(names, frozen_features(backbone, many), strict=True):
+        assert np.array_equal(np.load(tmp_path / "out" / f"{name}.npy"), expected.numpy())
+
+    (tmp_path / "flat").mkdir()
+    for file in sorted((many / "train" / "a").iterdir())[:4]:
+        (tmp_path / "flat" / file.name).write_bytes(file.read_bytes())
+    args[-2] = tmp_path / "flat out"
+    result = evaluate(capsys, *args, tmp_path / "flat")
+    assert result["classes"] == [] and (result["n_train"], result["n_test"]) == (4, 0)
+    assert [file.name for file in (tmp_path / "flat out").glob("*.npy")] == ["train_features.npy"]
+    assert np.load(tmp_path / "flat out" / "train_features.npy").shape == (4, 128)
+
+
+def test_curves(capsys, tmp_path, monkeypatch):
+    """Two runs, of five epochs from 20 to 60 % and of one; the axes are 0 to 5 and 20 to 70 %."""
+    for name, values in (("long", [0.2, 0.3, 0.4, 0.5, 0.6]), ("short", [0.5])):
+        rows = [{"epoch": i + 1, "knn_accuracy": v, "probe_test_accuracy": v} for i, v in enumerate(values)]
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"epoch": 0, "loss": 1.0}), *map(json.dumps, rows)]
+        (tmp_path / name / "log.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    args = ["long", "short", "--protocol", "curves", "--out", "out", "--device", "cpu"]
+    linear_eval.main(linear_eval.parse_args(args))
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["knn_accuracy"] for line in lines[-2:]] == [0.6, 0.5] and len(lines) == 5
+    picture = torch.from_numpy(np.asarray(torchvision.datasets.folder.pil_loader("out/curves.png")) / 255)
+
+    def rows_of(colour, column):
+        near = (picture[:, column] - torch.tensor(colour)).abs().amax(1) < 0.02
+        return near.nonzero()[:, 0].tolist()
+
+    for start in (8, 8 + 576):  # both panels
+        for epoch, value in ((1, 20), (3, 40), (5, 60)):
+            row = 8 + round(239 * (1 - (0.1 + 0.8 * (value - 20) / 50)))
+            found = rows_of(common.COLOURS[0], start + 40 + 480 * epoch // 5 - (epoch == 5))
+            assert found and abs(sum(found) / len(found) - row) <= 2
+        assert not rows_of(common.COLOURS[0], start + 40 + 480 // 5 - 10)
+        assert rows_of(common.COLOURS[1], start + 40 + 480 // 5)
+        assert not rows_of(common.COLOURS[1], start + 300)
+    legend = picture[:, 2 * 576:]
+    for colour, rows in ((common.COLOURS[0], slice(8, 24)), (common.COLOURS[1], slice(24, 40))):
+        found = ((legend - torch.tensor(colour)).abs().amax(2) < 0.1).nonzero()[:, 0]
+        assert len(found) > 10 and rows.start <= found.min() and found.max() < rows.stop
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda s: [s.clear(), s.update(epoch=3, net=torch.zeros(1))],
+         "no backbone.conv1.weight and an unexpected epoch"),
+        (lambda s: s["model"].update({"fc.bias": s["model"].pop("backbone.bn1.bias")}),
+         "no backbone.bn1.bias and an unexpected fc.bias"),
+        (lambda s: s["probe"].update({"1.weight": torch.zeros(5, 32)}),
+         "1.weight of shape (5, 32), not (2, 32)"),
+    ],
+)
+def test_a_foreign_checkpoint_in_a_run_folder_is_refused_by_its_keys(capfd, trained, tmp_path, change, words):
+    args, out = trained
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    state = torch.load(tmp_path / "checkpoint.pt")
+    change(state)
+    torch.save(state, tmp_path / "checkpoint.pt")
+    code, _, error = run_here(capfd, "simtrace.py", *args, "--out", tmp_path)
+    assert code == 1 and words in error and error.startswith("error: ") and error.count("\n") == 1

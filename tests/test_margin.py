@@ -100,6 +100,7 @@ SWITCHED = [
     dict(ratio_m1=3.1),
     dict(attenuation=0.6),
     dict(attenuation=0.6, attenuation_type=2),
+    dict(attenuation=0.6, m1=0.3, m2=0.1),
     dict(scale=3.0, curvature=1.0, ratio_m1=0.8, attenuation=0.9),
     dict(scale=3.0, curvature=1.0, attenuation=0.9, attenuation_type=2, m1=0.3, m2=0.1),
 ]
@@ -144,6 +145,19 @@ def test_ratio_gives_the_gradient_ratio_of_the_margin():
     negative = F.one_hot(pos, K) == 0
     torch.testing.assert_close(ratio[negative], margin[negative], rtol=1e-9, atol=1e-9)
     assert not torch.allclose(ratio[~negative], margin[~negative], rtol=1e-2)
+
+
+@pytest.mark.parametrize("m2", [0.02, 0.1, 0.5, 2.0])
+@pytest.mark.parametrize("tau", [0.1, 0.3, 1.0])
+def test_attenuation_is_the_subtractive_margins_gradient(m2, tau):
+    """Eq. 7: m2 by itself is attenuation of type 1 with a = 1 - exp(-m2 / tau), in every column."""
+    theta, pos = angles(4)
+    margin = by_angle(theta, pos, tau=tau, m2=m2)
+    attenuated = by_angle(theta, pos, tau=tau, attenuation=1 - math.exp(-m2 / tau))
+    torch.testing.assert_close(attenuated, margin, rtol=1e-10, atol=1e-14)
+    assert (margin - by_angle(theta, pos, tau=tau)).abs().max() > 1e-3
+    positive = by_angle(theta, pos, tau=tau, attenuation=1 - math.exp(-m2 / tau), attenuation_type=2)
+    assert not torch.allclose(positive, margin, rtol=1e-3)
 
 
 @pytest.mark.parametrize("positive", [1.0, -1.0, 1 + 1e-7, -1 - 1e-7])
@@ -251,6 +265,12 @@ def test_moco_and_byol_pairs():
     loss = margin_infonce_loss(cos, pos, tau=1.0, beta=0.0)
     squared = (F.normalize(z1, dim=1) - F.normalize(z2, dim=1)).pow(2).sum(1).mean()  # BYOL's own form
     torch.testing.assert_close(2 + 2 * loss, squared)
+    # at the script's tau: (N, D) each of predictions and targets, 2 - 2 cos of both directions, summed
+    p1, t1, p2, t2 = *views(4, 3), *views(4, 3, seed=2)
+    sides = [(2 - 2 * F.cosine_similarity(p, t)).mean() for p, t in ((p1, t2), (p2, t1))]
+    cos, pos = similarities("byol", torch.cat([p1, p2]), torch.cat([t2, t1]), None)
+    tau = margin_infonce.parse_args([*TINY, "--framework", "byol"]).tau
+    torch.testing.assert_close(4 + margin_infonce_loss(cos, pos, tau=tau, beta=0.0), sum(sides))
     equal = torch.ones(4, 3, dtype=torch.float64)
     cos, pos = similarities("moco", equal, equal, F.normalize(torch.ones(6, 3, dtype=torch.float64), dim=1))
     assert margin_infonce_loss(cos, pos, tau=0.2).item() == pytest.approx(math.log(7))
@@ -313,36 +333,76 @@ def factor(theta, q0, m1, m2, tau):
     return math.sin(theta + m1) / math.sin(theta) * (1 - q) / (1 - q0)
 
 
-def test_plot():
-    """The factors are the closed form's; without margins the picture is two lines at factor 1."""
+def theorem(theta, q0, m1, m2, tau):
+    """The two factors of Theorem 6 on the positive's gradient at beta 1, with e: the probability falls from
+    q0 to q."""
+    e = math.exp((math.cos(theta + m1) - math.cos(theta) - m2) / tau)
+    q = q0 * e / (q0 * e + 1 - q0)
+    return math.sin(theta + m1) / math.sin(theta), (1 - q) / (1 - q0)
 
+
+def factors(*flags):
+    return margin_infonce.gradient_factors(margin_infonce.parse_args([*TINY, *flags]))
+
+
+X = [(i + 0.5) / 360 for i in range(360)]
+
+
+def close(curve, expected):
+    return curve.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("m1, m2", [(0.4, 0.1), (0.0, 0.3), (0.4, 0.0)])
+def test_plot_shows_theorem_6(m1, m2):
+    """The two factors are the closed form's and their product is what autograd finds, of the positive and of
+    the negative, whose own angle no margin moves."""
+    positive, negative, over_angle, over_q = factors("--m1", str(m1), "--m2", str(m2))
+    sines, ratio = zip(*(theorem(math.pi * x, 0.5, m1, m2, 0.2) for x in X))
+    product = [a * b for a, b in zip(sines, ratio)]
+    for curve, expected in zip(positive, (sines, ratio, product)):
+        assert close(curve, expected)
+    for curve, expected in zip(negative, ([1] * 360, ratio, ratio)):
+        assert close(curve, expected)
+    for q0, curve in zip((0.1, 0.5, 0.9), over_angle):
+        assert close(curve, [math.prod(theorem(math.pi * x, q0, m1, m2, 0.2)) for x in X])
+    for angle, curve in zip((20, 60, 100), over_q):
+        assert close(curve, [math.prod(theorem(math.radians(angle), q0, m1, m2, 0.2)) for q0 in X])
+
+
+def test_plot_of_the_switches():
+    """ratio_m1 takes the second factor by itself; what scale does is not in the theorem's factors."""
+    ratio = [theorem(math.pi * x, 0.5, 0.4, 0, 0.2)[1] for x in X]
+    for panel in factors("--ratio-m1", "0.4")[:2]:
+        assert all(close(curve, expected) for curve, expected in zip(panel, ([1] * 360, ratio, ratio)))
+    positive, negative, *_ = factors("--scale", "2", "--attenuation", "0.6")
+    assert close(positive[0], [1] * 360) and close(positive[1], [1] * 360)
+    assert close(positive[2], [2 / 0.7] * 360) and close(negative[2], [1 / 0.7] * 360)
+
+
+def test_plot_of_byol():
+    positive, negative, over_angle, over_q = factors("--m1", "0.4", "--framework", "byol")
+    sines = [math.sin(math.pi * x + 0.4) / math.sin(math.pi * x) for x in X]
+    for curve, expected in zip([*positive, *over_angle], (sines, [1] * 360, sines, sines, sines, sines)):
+        assert close(curve, expected)
+    assert all((curve == 0).all() for curve in negative)
+    assert close(over_q[0], [math.sin(math.pi / 9 + 0.4) / math.sin(math.pi / 9)] * 360)
+
+
+def test_plot_picture():
     def draw(*flags):
         return margin_infonce.gradient_picture(margin_infonce.parse_args([*TINY, *flags]))
 
-    over_angle, over_q = margin_infonce.gradient_factors(
-        margin_infonce.parse_args([*TINY, "--m1", "0.4", "--m2", "0.1"])
-    )
-    x = [(i + 0.5) / 360 for i in range(360)]
-    for q0, curve in zip((0.1, 0.5, 0.9), over_angle):
-        assert curve.tolist() == pytest.approx([factor(math.pi * v, q0, 0.4, 0.1, 0.2) for v in x], rel=1e-6)
-    for angle, curve in zip((20, 60, 100), over_q):
-        expected = [factor(math.radians(angle), q0, 0.4, 0.1, 0.2) for q0 in x]
-        assert curve.tolist() == pytest.approx(expected, rel=1e-6)
-    byol = margin_infonce.gradient_factors(
-        margin_infonce.parse_args([*TINY, "--m1", "0.4", "--framework", "byol"])
-    )
-    assert byol[0][1].tolist() == pytest.approx(
-        [math.sin(math.pi * v + 0.4) / math.sin(math.pi * v) for v in x]
-    )
-    assert byol[1][0].tolist() == pytest.approx([math.sin(math.pi / 9 + 0.4) / math.sin(math.pi / 9)] * 360)
-
-    plain = draw()
-    assert plain.shape[0] == 3 and plain.min() < 0.2 and plain.max() == 1
-    rows = (plain.amax(0) - plain.amin(0) > 0.1).nonzero()[:, 0]  # coloured: the curves, at factor 1 of 2
-    assert len(rows) > 600 and ((rows - 8 - 120).abs() <= 2).all()
-    assert not torch.equal(plain, draw("--m1", "0.4")) and not torch.equal(
-        draw("--m1", "0.4"), draw("--scale", "2")
-    )
+    plain, margin = draw(), draw("--m1", "0.4")
+    assert plain.shape == margin.shape == (3, 2 * 256, 2 * 376) and plain.min() < 0.2 and plain.max() == 1
+    colourful = plain.amax(0) - plain.amin(0) > 0.1  # the curves: without margins all at factor 1
+    for top in (0, 256):
+        for left in (0, 376):
+            rows = colourful[top : top + 256, left : left + 376].nonzero()[:, 0]
+            assert len(rows) > 600 and rows.max() - rows.min() <= 4
+    assert not torch.equal(plain, margin) and not torch.equal(margin, draw("--scale", "2"))
+    # titles and legends stand where no curve goes
+    colourful = margin.amax(0) - margin.amin(0) > 0.1
+    assert not colourful[:58].any() and not colourful[256 : 256 + 58].any() and colourful[58:256].any()
 
 
 @pytest.mark.parametrize(
@@ -356,6 +416,8 @@ def test_plot():
         ["--framework", "simsiam"],
         ["--curvature", "-1"],
         ["--attenuation-type", "3"],
+        ["--optimizer", "adam"],
+        ["--final-momentum", "2"],
     ],
 )
 def test_errors(capsys, flags):
@@ -364,18 +426,85 @@ def test_errors(capsys, flags):
     assert error.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize(
-    "dataset, queue, momentum, epochs, lr, decay",
-    [
-        ("cifar10", 4096, 0.99, 200, 0.06, 5e-4),
-        ("cifar100", 4096, 0.99, 200, 0.06, 5e-4),
-        ("stl10", 16384, 0.996, 200, 0.06, 5e-4),
-        ("tinyimagenet", 16384, 0.996, 200, 0.06, 5e-4),
-        ("imagenet", 65536, 0.999, 100, 0.03, 1e-4),
-    ],
-)
-def test_recipes_are_the_papers(dataset, queue, momentum, epochs, lr, decay):
-    args = margin_infonce.parse_args(["--dataset", dataset])
-    assert (args.queue, args.momentum_encoder, args.epochs) == (queue, momentum, epochs)
-    assert (args.base_lr, args.weight_decay, args.batch_size) == (lr, decay, 256)
-    assert args.arch == ("resnet50" if dataset == "imagenet" else "resnet18")
+RECIPE = """
+data sets              | frameworks | flag             | value    | where it is stated
+small                  | all        | arch             | resnet18 | margins' experiments
+small                  | all        | epochs           | 200      | margins' experiments
+small                  | all        | batch_size       | 256      | margins' experiments
+small                  | all        | optimizer        | sgd      | margins' experiments
+small                  | all        | base_lr          | 0.06     | margins' experiments
+small                  | all        | weight_decay     | 5e-4     | margins' experiments
+small                  | all        | warmup_epochs    | 5        | margins' experiments
+cifar                  | moco byol  | momentum_encoder | 0.99     | ReSSL, which margins follows
+cifar                  | moco byol  | final_momentum   | 0.99     | ReSSL: constant
+cifar                  | moco       | queue            | 4096     | ReSSL
+stl10 tinyimagenet     | moco byol  | momentum_encoder | 0.996    | ReSSL
+stl10 tinyimagenet     | moco byol  | final_momentum   | 0.996    | ReSSL: constant
+stl10 tinyimagenet     | moco       | queue            | 16384    | ReSSL
+cifar10 stl10 imagenet | moco       | tau              | 0.2      | MoCo v2
+cifar10 stl10 imagenet | byol       | tau              | 0.25     | BYOL's loss, 2 - 2 cos in both directions
+imagenet               | all        | arch             | resnet50 | margins' experiments
+imagenet               | all        | epochs           | 100      | margins' experiments
+imagenet               | moco       | batch_size       | 256      | margins' experiments, MoCo v2
+imagenet               | moco       | optimizer        | sgd      | MoCo v2
+imagenet               | moco       | base_lr          | 0.03     | MoCo v2
+imagenet               | moco       | weight_decay     | 1e-4     | MoCo v2
+imagenet               | moco       | warmup_epochs    | 0        | MoCo v2
+imagenet               | moco       | momentum_encoder | 0.999    | MoCo v2
+imagenet               | moco       | final_momentum   | 0.999    | MoCo v2: constant
+imagenet               | moco       | queue            | 65536    | MoCo v2
+imagenet               | moco       | projector        | 2048-128 | MoCo v2
+imagenet               | simclr     | optimizer        | lars     | SimCLR
+imagenet               | simclr     | base_lr          | 0.3      | SimCLR
+imagenet               | simclr     | weight_decay     | 1e-6     | SimCLR
+imagenet               | simclr     | warmup_epochs    | 10       | SimCLR
+imagenet               | simclr     | tau              | 0.1      | SimCLR
+imagenet               | simclr     | batch_size       | 4096     | SimCLR
+imagenet               | simclr     | projector        | 2048-128 | SimCLR
+imagenet               | byol       | optimizer        | lars     | BYOL
+imagenet               | byol       | base_lr          | 0.45     | BYOL, for 100 epochs
+imagenet               | byol       | weight_decay     | 1.5e-6   | BYOL
+imagenet               | byol       | warmup_epochs    | 10       | BYOL
+imagenet               | byol       | momentum_encoder | 0.99     | BYOL
+imagenet               | byol       | final_momentum   | 1        | BYOL: by a cosine
+imagenet               | byol       | projector        | 4096-256 | BYOL, its predictor too
+imagenet               | byol       | batch_size       | 4096     | BYOL
+"""
+NAMES = {
+    "small": "cifar10 cifar100 stl10 tinyimagenet",
+    "cifar": "cifar10 cifar100",
+    "all": "moco simclr byol",
+}
+
+
+def recipe_cells(table):
+    rows = [[cell.strip() for cell in row.split("|")] for row in table.strip().splitlines()[1:]]
+    rows = [[NAMES.get(cell, cell) for cell in row] for row in rows]
+    return [(d, f, flag, value) for ds, fs, flag, value, _ in rows for d in ds.split() for f in fs.split()]
+
+
+@pytest.mark.parametrize("dataset, framework, flag, value", recipe_cells(RECIPE))
+def test_recipes_are_the_papers(dataset, framework, flag, value):
+    argv = ["--dataset", dataset, "--framework", framework]
+    found = vars(margin_infonce.parse_args(argv))[flag]
+    assert found == type(found)(value)
+
+
+@pytest.mark.parametrize("framework", ["moco", "simclr", "byol"])
+def test_the_command_line_is_over_the_recipe(framework):
+    flags = "--tau 0.3 --optimizer sgd --base-lr 7 --weight-decay 0.2 --warmup-epochs 3 --queue 9000"
+    flags += " --momentum-encoder 0.5 --final-momentum 0.7 --batch-size 64 --projector 9-8 --epochs 11"
+    words = flags.split()
+    argv = ["--dataset", "imagenet", "--framework", framework, *words]
+    args = vars(margin_infonce.parse_args(argv))
+    for flag, value in zip(words[::2], words[1::2]):
+        found = args[flag[2:].replace("-", "_")]
+        assert found == type(found)(value), flag
+
+
+def test_imagenets_networks():
+    """BYOL's predictor has its projector's widths."""
+    argv = ["--framework", "byol", "--dataset", "imagenet", "--arch", "resnet18", "--width", "4"]
+    net = margin_infonce.Model(margin_infonce.parse_args(argv), small_images=False)
+    widths = [m.weight.shape for m in net.predictor if isinstance(m, torch.nn.Linear)]
+    assert widths == [(4096, 256), (256, 4096)] and net.projector[-1].weight.shape == (256, 4096)

@@ -20,11 +20,23 @@ import common
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+LINES = [
     line.split("&& ")[-1]
     for block in re.findall(r"```sh\n(.*?)```", README, re.S)
     for line in block.splitlines()
 ]
+
+
+def expand(line):
+    """The commands of a line: of a loop what a shell makes of it."""
+    if not line.startswith("for "):
+        return [line]
+    words = ["bash", "-c", line.replace("; do ", "; do echo ")]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+COMMANDS = [command for line in LINES for command in expand(line)]
 SHORT = "--max-steps 1 --arch resnet18 --width 4 --projector 16-8 --batch-size 16 --limit-images 64".split()
 SHORT += ["--image-size", "32"]
 
@@ -102,7 +114,8 @@ def test_no_two_commands_want_the_same_folder():
 
 
 def test_training_commands(place):
-    commands = sorted({c for c in COMMANDS if "linear_eval.py" not in c and "pytest" not in c})
+    once = {expand(line)[0] for line in LINES}  # of a loop the first, as the others differ in a number
+    commands = sorted({c for c in once if "linear_eval.py" not in c and "pytest" not in c})
     assert {name for c in commands for name in re.findall(r"\w+\.py", c)} == {
         p.name for p in ROOT.glob("*.py") if p.name not in ("common.py", "linear_eval.py")
     }
@@ -124,17 +137,63 @@ def test_training_commands(place):
 
 
 def test_evaluation_commands_and_code(place):
-    run("python simtrace.py --dataset cifar10", place, *SHORT)
+    run("python simtrace.py --dataset cifar10", place, *SHORT, "--epochs", "1", "--max-steps", "4")
+    shutil.copytree(place / "runs" / "simtrace-cifar10", place / "runs" / "simaffinity-cifar10")
     commands = [c for c in COMMANDS if "linear_eval.py" in c]
-    assert len(commands) == 5
+    assert len(commands) >= 8
 
-    def evaluate(i):
-        probe = "linear" in commands[i].split("--protocol")[1] or "frozen" in commands[i]
-        return run(port_for(commands[i], i), place, *(["--epochs", "1"] if probe else []))
+    classify, = (block for block in BLOCKS if "classifier.pt" in block)
+    torchvision.utils.save_image(torch.rand(3, 50, 40), place / "photo.jpg")
+    plain = [c.split()[2:] for c in commands if c.startswith("python linear_eval.py")]
+    (place / "evaluate.py").write_text(  # one process for all, as importing torch takes longer than most
+        "import linear_eval\n"
+        f"for args in {[args + ['--epochs', '1'] for args in plain]}:\n"
+        "    linear_eval.main(linear_eval.parse_args(args))\n"
+        f"    print('end')\n{classify}"
+    )
 
+    def evaluate(command):
+        return run(command, place, *(["--epochs", "1"] if "linear_eval" in command else []))
+
+    launched = [c for c in commands if c.startswith("torchrun")]
+    assert len(launched) == 1 and len(plain) + 1 == len(commands)
     with ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(evaluate, range(len(commands))))
-    assert all(output.splitlines()[-1].startswith('{"protocol": ') for output in outputs)
+        launched, *outputs = pool.map(evaluate, [*launched, "python evaluate.py"])
+    *outputs, label = outputs[0].split("end\n")
+    assert len(outputs) == len(plain) and label.strip() in list("abcdefghij")
+    assert all(output.splitlines()[-1].startswith('{"protocol": ') for output in [launched, *outputs])
+    assert (place / "runs" / "curves" / "curves.png").exists()
+
+
+def test_detectron2_names(tmp_path, monkeypatch):
+    """Of its R-50, as its build_resnet_backbone has them."""
+    state = {k: v for k, v in torchvision.models.resnet50().state_dict().items() if not k.startswith("fc.")}
+    (tmp_path / "runs" / "sane-imagenet").mkdir(parents=True)
+    torch.save({"state_dict": state}, tmp_path / "runs" / "sane-imagenet" / "backbone.pt")
+    block, = (block for block in BLOCKS if "pickle" in block)
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    found = pickle.loads((tmp_path / "backbone.pkl").read_bytes())
+    assert found["matching_heuristics"] is True and isinstance(found["__author__"], str)
+
+    convolutions = ["stem.conv1"]
+    for stage, depth in (("res2", 3), ("res3", 4), ("res4", 6), ("res5", 3)):
+        for i in range(depth):
+            names = (["shortcut"] if i == 0 else []) + ["conv1", "conv2", "conv3"]
+            convolutions += [f"{stage}.{i}.{name}" for name in names]
+    norms = [f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var")]
+    assert set(found["model"]) == {f"{c}.{name}" for c in convolutions for name in ["weight", *norms]}
+    for ours, theirs in (
+        ("conv1.weight", "stem.conv1.weight"),
+        ("bn1.running_var", "stem.conv1.norm.running_var"),
+        ("layer1.0.conv3.weight", "res2.0.conv3.weight"),
+        ("layer1.0.downsample.0.weight", "res2.0.shortcut.weight"),
+        ("layer2.0.downsample.1.bias", "res3.0.shortcut.norm.bias"),
+        ("layer3.5.bn2.running_mean", "res4.5.conv2.norm.running_mean"),
+        ("layer4.2.bn3.weight", "res5.2.conv3.norm.weight"),
+    ):
+        value = found["model"][theirs]
+        assert isinstance(value, np.ndarray) and np.array_equal(value, state[ours].numpy())
 
 
 def test_code_blocks(place):
@@ -145,7 +204,7 @@ def test_code_blocks(place):
         place / "runs" / "simtrace-cifar10" / "backbone.pt",
         dict(state_dict=backbone.state_dict(), arch="resnet18", width=64, small_images=True),
     )
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    blocks = [block for block in BLOCKS if "classifier.pt" not in block and "pickle" not in block]
     check = """
 import simaffinity, simwhitening, simtrace  # on the views that SimTrace's block has centred
 for value, script in ((affinity, simaffinity), (whitening, simwhitening), (trace, simtrace)):

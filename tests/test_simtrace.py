@@ -1,12 +1,24 @@
 """SimTrace's loss against the paper's N x N form in float64, closed forms, invariances, gradients."""
 
+import argparse
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
+import simtrace
+import simwhitening
 from simtrace import picture, simtrace_loss
 
 SIZES = [(8, 3), (20, 7), (5, 2)]  # (N, D), N != D
+EPS = inspect.signature(simtrace_loss).parameters["eps"].default
+
+
+def test_one_default_ridge_for_functions_and_scripts():
+    defaults = [inspect.signature(f).parameters["eps"].default
+                for f in (simtrace_loss, simwhitening.simwhitening_loss)]
+    assert defaults == [script.parse_args([]).eps for script in (simtrace, simwhitening)]
 
 
 def views(n, d, seed=0):
@@ -22,12 +34,12 @@ def slow_loss(z1, z2, eps):
     trace."""
     z1, z2 = z1.numpy(), z2.numpy()
     n, d = z1.shape
-    mu, S = np.zeros(d), eps * np.eye(d)
+    mu, C = np.zeros(d), np.zeros((d, d))
     for row in [*z1, *z2]:
         mu += row / (2 * n)
     for row in [*z1, *z2]:
-        S += np.outer(row - mu, row - mu) / (2 * n)
-    inverse = np.linalg.inv(S)
+        C += np.outer(row - mu, row - mu) / (2 * n)
+    inverse = np.linalg.inv(C + eps * np.linalg.eigvalsh(C).mean() * np.eye(d))
     A = np.zeros((n, n))
     for i in range(n):
         for j in range(n):
@@ -36,7 +48,7 @@ def slow_loss(z1, z2, eps):
 
 
 @pytest.mark.parametrize("n, d", SIZES)
-@pytest.mark.parametrize("eps", [0.0, 1e-4, 0.3])
+@pytest.mark.parametrize("eps", [0.0, 1e-4, 0.3, 10.0])
 def test_equals_the_slow_form(n, d, eps):
     z1, z2 = views(n, d)
     assert simtrace_loss(z1, z2, eps).item() == pytest.approx(slow_loss(z1, z2, eps), rel=1e-10)
@@ -68,7 +80,27 @@ def test_invariances():
     assert abs(simtrace_loss(z1, z2[order], eps=0.0).item() - loss) > 0.1  # the pairing does matter
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-2])
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_no_scale_of_the_embeddings_undoes_the_ridge(scale):
+    z1, z2 = (z.requires_grad_() for z in views(12, 5))
+    loss, scaled = (simtrace_loss(s * z1, s * z2, eps=0.3) for s in (1, scale))
+    assert scaled.item() == pytest.approx(loss.item(), rel=1e-6)
+    for a, b in zip(torch.autograd.grad(scaled, (z1, z2)), torch.autograd.grad(loss, (z1, z2))):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("n, d", [(8, 40), (5, 64), (16, 64)])
+def test_without_a_ridge_it_is_a_constant_where_d_is_2n_or_more(n, d):
+    """2N centred points in general position whiten to a simplex, where w_i.w_j = -1 for any two."""
+    x, noise = torch.randn(2, n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    z1, z2 = (z.requires_grad_() for z in (x, x + 0.5 * noise))
+    constant, ridged = (simtrace_loss(z1, z2, eps) for eps in (1e-9, 1.0))
+    assert constant.item() == pytest.approx(0.5, abs=1e-6) and ridged.item() < 0.4
+    size = [torch.cat(torch.autograd.grad(loss, (z1, z2))).norm() for loss in (constant, ridged)]
+    assert size[0] < 1e-6 * size[1]
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-2, 3.0])
 def test_gradcheck(eps):
     z1, z2 = (z.requires_grad_() for z in views(6, 3))
     assert torch.autograd.gradcheck(lambda a, b: simtrace_loss(a, b, eps), (z1, z2))
@@ -80,7 +112,8 @@ def test_detach_cov_is_the_gradient_at_constant_mu_and_s():
     z1.requires_grad_()
     simtrace_loss(z1, z2, eps=1e-3, detach_cov=True).backward()
     Z = np.concatenate([z1.detach().numpy(), z2.numpy()])
-    S = np.cov(Z.T, bias=True) + 1e-3 * np.eye(4)
+    C = np.cov(Z.T, bias=True)
+    S = C + 1e-3 * np.trace(C) / 4 * np.eye(4)
     expected = -(z2.numpy() - Z.mean(0)) @ np.linalg.inv(S) / 18
     np.testing.assert_allclose(z1.grad.numpy(), expected, rtol=1e-9)
     full = z1.detach().clone().requires_grad_()
@@ -92,20 +125,27 @@ def test_detach_cov_is_the_gradient_at_constant_mu_and_s():
 
 
 @pytest.mark.parametrize(
-    "z", [torch.ones(8, 4), torch.zeros(8, 4), torch.randn(4, 16), torch.randn(1, 1).repeat(6, 3)]
+    "z",
+    [torch.ones(8, 4), torch.zeros(8, 4), torch.randn(4, 16), torch.randn(1, 300).repeat(64, 1) * 1e3 + 0.1,
+     torch.randn(3, 4).repeat(4, 1)],
 )
-def test_singular_covariance_is_finite(z):
-    z1, z2 = z.clone().requires_grad_(), z.clone().requires_grad_()
-    loss = simtrace_loss(z1, z2)
+@pytest.mark.parametrize("eps", [0.1, EPS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_singular_covariance_is_finite(z, eps, dtype):
+    z1, z2 = (z.to(dtype).clone().requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = simtrace_loss(z1, z2, eps)
     loss.backward()
     assert loss.isfinite() and z1.grad.isfinite().all() and z2.grad.isfinite().all()
+    if (z == z[0]).all():  # constant: nothing to align, and no gradient that blows up
+        assert loss.abs() < 1e-3 and z1.grad.abs().max() < 1e-3
 
 
 def test_bad_input_gives_nan_and_not_an_exception():
     z = torch.randn(8, 4)
     z[0, 0] = torch.nan
     assert simtrace_loss(z, z).isnan()
-    assert simtrace_loss(torch.ones(8, 4), torch.ones(8, 4), eps=-1.0).isnan()  # S is not positive definite
+    assert simtrace_loss(torch.randn(8, 4), torch.randn(8, 4), eps=-1.0).isnan()  # S is not positive definite
 
 
 def test_half_precision_input_is_computed_in_float32():
@@ -113,7 +153,7 @@ def test_half_precision_input_is_computed_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = simtrace_loss(z1, z2)
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(slow_loss(z1.double(), z2.double(), 1e-4), rel=1e-3)
+    assert loss.item() == pytest.approx(slow_loss(z1.double(), z2.double(), EPS), rel=1e-3)
     assert simtrace_loss(z1.double(), z2.double()).dtype == torch.float64
 
 
@@ -122,8 +162,9 @@ def test_picture(scale):
     """A trace of minus twice the loss, the identity for equal views; constant embeddings, which no matrix can
     whiten, do not fail."""
     z1, z2 = (z * scale for z in views(200, 4))
-    (matrix,) = picture(z1, z2)
-    assert matrix.trace().item() == pytest.approx(-2 * slow_loss(z1 / scale, z2 / scale, 0.0), rel=2e-2)
+    for eps in (0.0, 2.0):
+        (matrix,) = picture(z1, z2, argparse.Namespace(eps=eps))
+        assert matrix.trace().item() == pytest.approx(-2 * slow_loss(z1, z2, eps), rel=1e-6)
+        assert picture(torch.ones(8, 4), torch.ones(8, 4), argparse.Namespace(eps=eps))[0].isfinite().all()
     identity = torch.eye(4, dtype=torch.float64)
-    torch.testing.assert_close(picture(z1, z1)[0], identity, atol=2e-2, rtol=0)
-    assert picture(torch.ones(8, 4), torch.ones(8, 4))[0].isfinite().all()
+    torch.testing.assert_close(picture(z1, z1, argparse.Namespace(eps=0.0))[0], identity, atol=1e-6, rtol=0)

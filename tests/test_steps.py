@@ -15,22 +15,22 @@ from torch import nn
 import common
 
 COMMON = "--dataset patterns --batch-size 16 --projector 12-8 --epochs 2 --base-lr 4 --device cpu"
-COMMON += " --warmup-epochs 0 --precision fp32 --weight-decay 0.01 --bias-lr 0.5"
+COMMON += " --warmup-epochs 0 --precision fp32 --weight-decay 0.01"
 LR = 4 * 16 / 256 * (1 + math.cos(math.pi / 8)) / 2  # step 1 of 8
 
 
 class Views:
     """For common.Augment: the images as they are, then mirrored, in turn; the last are kept."""
 
-    last = []
+    last, calls = [], 0
 
     def __init__(self, size, crop_scale=(1, 1), **options):
-        self.size, self.crop_scale, self.calls = size, crop_scale, 0
+        self.size, self.crop_scale = size, crop_scale
 
     def __call__(self, images, crop=True):
-        self.calls += 1
+        Views.calls += 1
         x = images / 255 - 0.5
-        Views.last = [*Views.last[-1:], x.flip(3) if self.calls % 2 == 0 else x]
+        Views.last = [*Views.last[-1:], x.flip(3) if Views.calls % 2 == 0 else x]
         return Views.last[-1]
 
 
@@ -52,10 +52,10 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
     monkeypatch.setattr(common, "patterns", lambda train=True: (images, torch.arange(64) % 10))
     monkeypatch.setattr(script, "mlp", lambda widths: nn.Linear(widths[0], widths[-1]))
     hook, handlers = sys.excepthook, [(n, signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)]
-    states, rows = [], []
+    states, rows, bias_lr = [], [], ["--bias-lr", "0.5"] if name == "vicreg_variants" else []
     for steps in (1, 2):
         args = script.parse_args(
-            [*COMMON.split(), *flags, "--out", str(tmp_path / "run"), "--max-steps", str(steps)]
+            [*COMMON.split(), *flags, *bias_lr, "--out", str(tmp_path / "run"), "--max-steps", str(steps)]
         )
         script.main(args)
         states.append(torch.load(tmp_path / "run" / "checkpoint.pt"))
@@ -71,18 +71,20 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
     for state in states:
         models.append(script.Model(args, True))
         models[-1].load_state_dict(state["model"])
-    groups = [
-        [p for p in models[0].parameters() if p.requires_grad and (p.ndim > 1) == large]
-        for large in (True, False)
-    ]
+    params = [p for p in models[0].parameters() if p.requires_grad]
+    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]]
+    groups = [params] if name.startswith("sim") else groups
     groups = [{"params": group} for group in groups]
-    if "SGD" in open(script.__file__).read():
+    if "SGD" in open(script.__file__).read() and "lars" not in flags:
         groups[0]["weight_decay"] = 0.01
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
     else:
         optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=0.01)
     optimizer.load_state_dict(states[0]["optimizer"])
-    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = LR, LR / 2
+    decays = [group["weight_decay"] for group in optimizer.param_groups]  # the script's
+    assert decays[0] == 0.01 and (decays[-1] == 0 or isinstance(optimizer, common.LARS))
+    for group, share in zip(optimizer.param_groups, (1, 0.5)):  # --bias-lr
+        group["lr"] = LR * (share if name == "vicreg_variants" else 1)
     return script, args, models, optimizer, Views.last, logged
 
 
@@ -161,6 +163,7 @@ def test_sane(monkeypatch, tmp_path, capfd, ablation):
 MARGINS = [
     "--m1 0.3 --m2 0.1 --scale 2 --curvature 1.5 --attenuation 0.5 --attenuation-type 2 --tau 0.4",
     "--ratio-m1 0.8 --attenuation 0.3",
+    "--ratio-m1 0.8 --attenuation 0.3 --optimizer lars --final-momentum 1",
 ]
 
 
@@ -171,7 +174,7 @@ def test_margin_infonce(monkeypatch, tmp_path, capfd, framework, flags):
     script, args, (before, after), optimizer, (x1, x2), logged = step(
         monkeypatch, tmp_path, capfd, "margin_infonce", all_flags
     )
-    tau = 0.4 if "--tau" in flags else {"moco": 0.2, "simclr": 0.5, "byol": 1.0}[framework]
+    tau = 0.4 if "--tau" in flags else {"moco": 0.2, "simclr": 0.5, "byol": 0.25}[framework]
     options = dict(m1=0.3, m2=0.1, scale=2.0, curvature=1.5, attenuation=0.5, attenuation_type=2)
     options = options if "--m1" in flags else dict(ratio_m1=0.8, attenuation=0.3)
     if framework == "simclr":
@@ -193,7 +196,8 @@ def test_margin_infonce(monkeypatch, tmp_path, capfd, framework, flags):
     loss = script.margin_infonce_loss(cos, pos, tau=tau, beta=float(framework != "byol"), **options)
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert logged["positive_cos"] == pytest.approx(positive, rel=1e-4)
-    check_weights(before, after, optimizer, loss, momentum=None if framework == "simclr" else 0.9)
+    momentum = 1 - 0.1 * (math.cos(math.pi / 8) + 1) / 2 if "--final-momentum" in flags else 0.9  # BYOL's
+    check_weights(before, after, optimizer, loss, momentum=None if framework == "simclr" else momentum)
     if framework == "moco":
         check_queue(before, after, t2)
 
@@ -250,12 +254,34 @@ def test_two_views_and_a_loss(monkeypatch, tmp_path, capfd, flags):
     check_weights(before, after, optimizer, loss)
 
 
-def test_momentum_encoder_and_predictor(monkeypatch, tmp_path, capfd):
-    flags = "--momentum-encoder 0.9 --predictor --tau 0.3 --gamma 0.2".split()
+BRANCHES = ["--momentum-encoder 0.9 --predictor", "--momentum-encoder 0.9 --symmetric", "--symmetric",
+            "--predictor --symmetric", "--momentum-encoder 0.9 --predictor --symmetric"]
+
+
+@pytest.mark.parametrize("name", ["simaffinity", "simwhitening", "simtrace"])
+@pytest.mark.parametrize("flags", BRANCHES)
+def test_branches(monkeypatch, tmp_path, capfd, name, flags):
+    """Predictor and EMA copy, one direction or both: every branch computed by itself."""
+    options = "" if name == "simtrace" else " --tau 0.3 --gamma 0.2"
     script, _, (before, after), optimizer, (x1, x2), logged = step(
-        monkeypatch, tmp_path, capfd, "simaffinity", flags
-    )
-    loss, terms = script.simaffinity_loss(before.predictor(embed(before, x1)), before.target(x2), 0.3, 0.2)
+        monkeypatch, tmp_path, capfd, name, (flags + options).split())
+
+    def target(x):
+        if "--momentum-encoder" not in flags:
+            return embed(before, x)
+        with torch.no_grad():
+            return before.target(x)
+
+    pairs = [(before.predictor(embed(before, x1)), target(x2))]
+    if "--symmetric" in flags:
+        pairs.append((before.predictor(embed(before, x2)), target(x1)))
+    if name == "simtrace":
+        loss = sum(script.simtrace_loss(*pair) for pair in pairs) / len(pairs)
+    else:
+        results = [getattr(script, f"{name}_loss")(*pair, 0.3, 0.2) for pair in pairs]
+        loss = sum(loss for loss, _ in results) / len(pairs)
+        for term in ("ce", "sym"):
+            expected = sum(terms[term].item() for _, terms in results) / len(pairs)
+            assert logged[term] == pytest.approx(expected, rel=1e-4)
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert logged["sym"] == pytest.approx(terms["sym"].item(), rel=1e-4)
-    check_weights(before, after, optimizer, loss, momentum=0.9)
+    check_weights(before, after, optimizer, loss, momentum=0.9 if "--momentum-encoder" in flags else None)

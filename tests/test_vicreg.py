@@ -1,6 +1,9 @@
 """Every loss from VICReg to SimCLR against a loop in float64, closed forms, invariances; the duality."""
 
+import json
 import math
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import common
 import vicreg_variants
 from vicreg_variants import (
     barlow_loss,
@@ -457,6 +461,61 @@ def test_measures():
     assert found["rankme_embeddings"] <= 8 < found["rankme"] <= 16
     u = F.normalize(z, dim=1)
     assert found["Lnc"] + u.norm(dim=0).pow(4).sum().item() == pytest.approx(found["Lc"] + 64, rel=1e-4)
+    slow = sum(sum(u[i, j].item() ** 2 for i in range(64)) ** 2 for j in range(8)) / (64**2 / 8)
+    assert found["column_norms"] == pytest.approx(slow, rel=1e-5) and slow > 1
+    assert found["column_norms"] == pytest.approx((64 + found["Lc"] - found["Lnc"]) * 8 / 64**2, rel=1e-3)
+    corners = torch.tensor([[a, b] for a in (1.0, -1) for b in (1, -1)])  # both dimensions alike
+    assert vicreg_variants.measures(corners, h)["column_norms"] == pytest.approx(1)
+
+
+STATED = [  # methods, data set, flag, value, where the paper states it
+    ("all", "imagenet", "arch", "resnet50", "set-up"), ("all", "imagenet", "epochs", 100, "set-up"),
+    ("all", "imagenet", "warmup_epochs", 10, "set-up"), ("all", "imagenet", "weight_decay", 1e-6, "set-up"),
+    ("all", "imagenet", "projector", "8192-8192-8192", "App. I"),
+    ("all", "imagenet", "augment", "byol", "Table S1"),
+    ("vicreg vicreg-exp vicreg-ctr", "imagenet", "base_lr", 0.3, "set-up"),
+    ("vicreg vicreg-exp vicreg-ctr", "imagenet", "batch_size", 1024, "set-up"),
+    ("simclr simclr-sq simclr-abs", "imagenet", "base_lr", 0.5, "App. G"),
+    ("simclr simclr-sq simclr-abs", "imagenet", "batch_size", 2048, "App. G"),
+    ("simclr simclr-sq simclr-abs", "imagenet", "tau", 0.15, "App. G"),
+    ("vicreg", "imagenet", "sim_weight", 25, "VICReg"), ("vicreg", "imagenet", "var_weight", 25, "VICReg"),
+    ("vicreg", "imagenet", "cov_weight", 1, "VICReg"),
+    ("barlow", "imagenet", "lambd", 0.0051, "Barlow Twins")]
+
+
+@pytest.mark.parametrize("methods, dataset, flag, value, where", STATED)
+def test_recipes_are_the_papers(methods, dataset, flag, value, where):
+    for method in vicreg_variants.METHODS if methods == "all" else methods.split():
+        args = vars(vicreg_variants.parse_args(["--dataset", dataset, "--method", method]))
+        assert args[flag] == value, (method, where)
+    assert vicreg_variants.parse_args(["--dataset", dataset, f"--{flag.replace('_', '-')}", str(value)])
+
+
+def test_byols_pair_of_augmentations_is_table_s1():
+    """crop scale, jitter and its p, grey; blur and solarize of the first view and of the second."""
+    views = [common.Augment(224, **view) for view in vicreg_variants.AUGMENTS["byol"]]
+    for view, blur, solarize in zip(views, (1.0, 0.1), (0.0, 0.2), strict=True):
+        assert (view.crop_scale, view.jitter, view.jitter_p) == ((0.08, 1.0), (0.4, 0.4, 0.2, 0.1), 0.8)
+        assert (view.gray_p, view.flip, view.blur_p, view.solarize_p) == (0.2, 0.5, blur, solarize)
+    first, second = vicreg_variants.AUGMENTS["simsiam"]
+    assert first == second == {}
+
+
+def test_the_two_augmentations_make_the_two_views(monkeypatch, tmp_path, capsys):
+    """All of the first view is blurred, none solarized; args.json counts the projector's parameters."""
+    seen, run = [], common.Run
+    monkeypatch.setattr(common, "Run", lambda *a: seen.append(a[6]) or run(*a))
+    monkeypatch.setattr(signal, "signal", lambda *a: None)
+    flags = "--width 4 --projector 6-5-3 --limit-images 64 --batch-size 32 --max-steps 1 --device cpu"
+    flags += f" --out {tmp_path / 'run'} --augment byol --arch resnet18"
+    hook = sys.excepthook
+    vicreg_variants.main(vicreg_variants.parse_args(flags.split()))
+    sys.excepthook = hook
+    assert [(view.blur_p, view.solarize_p) for view in seen[0]] == [(1.0, 0.0), (0.1, 0.2)]
+    parameters = 32 * 6 + 6 * 2 + 6 * 5 + 5 * 2 + 5 * 3
+    args = json.loads((tmp_path / "run" / "args.json").read_text())["all"]
+    assert args["projector_parameters"] == parameters
+    assert f"vicreg, projector 6-5-3 of {parameters} parameters" in capsys.readouterr().out
 
 
 def test_projector_ends_in_a_plain_layer():
@@ -468,7 +527,7 @@ def test_projector_ends_in_a_plain_layer():
 
 def test_pictures():
     z1, z2 = torch.randn(7, 5), torch.randn(7, 5)
-    cosines, correlations = vicreg_variants.picture(z1, z2)
+    cosines, correlations = vicreg_variants.picture(z1, z2, None)
     assert cosines[2, 4] == pytest.approx(F.cosine_similarity(z1[2], z2[4], dim=0).item(), abs=1e-6)
     expected = np.corrcoef(z1[:, 1].numpy(), z2[:, 3].numpy())[0, 1]
     assert correlations[1, 3] == pytest.approx(expected, abs=1e-5)
@@ -487,15 +546,18 @@ def test_spectrum_picture():
     """Four dimensions whose variances are 1, 1e-2, 1e-4 and 1e-6: steps of 2 decades of the 8. Samples on two
     axes: cosines -1, 0 and 1."""
     signs = torch.tensor([[a, b, a * b, c] for a in (1.0, -1) for b in (1, -1) for c in (1, -1)])
-    left = vicreg_variants.spectrum_picture(signs * torch.tensor([1, 1e-1, 1e-2, 1e-3]))[:, :, :376]
+    z, h = signs * torch.tensor([1, 1e-1, 1e-2, 1e-3]), signs[:, :2] * torch.tensor([1, 10**-2.5])
+    left = vicreg_variants.spectrum_picture(z, h)[:, :, :376]
     heights = drawn(left, BLUE)
-    for i, wanted in enumerate((1, 0.75, 0.5, 0.25)):
+    for i, wanted in ((1, 0.75), (2, 0.5), (3, 0.25)):
         assert heights[90 * i + 45] == pytest.approx(wanted, abs=0.01)
-    collapsed = vicreg_variants.spectrum_picture(torch.ones(8, 4))[:, :, :376]
+    of_h = drawn(left, LIGHT_BLUE)  # over the embeddings' first
+    assert of_h[45] == pytest.approx(1, abs=0.01) and of_h[300] == pytest.approx(3 / 8, abs=0.01)
+    collapsed = vicreg_variants.spectrum_picture(torch.ones(8, 4), torch.eye(8))[:, :, :376]
     assert np.nanmax(drawn(collapsed, BLUE)) < 0.02
 
     z = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0], [0, 1], [0, -1]])
-    right = vicreg_variants.spectrum_picture(z)[:, :, 376:]
+    right = vicreg_variants.spectrum_picture(z, torch.randn(12, 3))[:, :, 376:]
     cosines, correlations = drawn(right, BLUE), drawn(right, LIGHT_BLUE)
     assert cosines[0] == pytest.approx(10 / 16, abs=0.01)  # of 30 pairs 16 at 0, 10 at -1, 4 at 1
     assert cosines[-2] == pytest.approx(4 / 16, abs=0.01)
