@@ -20,8 +20,8 @@ views and the positive with them.
 
 Ours, not the paper's: tau and the weights of vicreg-exp and vicreg-ctr (the paper's are in its Table S6:
 check there), tcr's weight; on ImageNet the recipes of dcl, spectral, barlow and tcr; all other recipes;
-bilinear crops (Table S1: bicubic); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual
-branches; the online probe's BatchNorm and rate; rankme of one batch, not of the whole set.
+bilinear crops (Table S1: bicubic); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of
+residual branches; the online probe's BatchNorm and rate; rankme of one batch, not of the whole set.
 
 Why tau 0.5 and weights 25, 25, 1 collapse: embeddings of one dimension, copied to all with either sign, cost
 log cosh(1 / tau) = 1.3 more of c_exp than decorrelated ones, whatever d, where c is d - 1, 2047 at d = 2048.
