@@ -210,7 +210,10 @@ def evaluate(run, args, env) -> dict:
     """What there is to report of one run by all protocols but curves."""
     def features(data, of=None):
         network = (of or backbone).to(env.device, memory_format=torch.channels_last)
-        return common.features(network, data, env, args.precision, args.workers)
+        try:
+            return common.features(network, data, env, args.precision, args.workers)
+        except common.Fault as fault:
+            common.fail(f"{run}: {fault}")
 
     def images(train: bool, about):  # as the network was trained to see them
         data = common.load_images(name, args.data_dir, train, env, about["image_size"])
