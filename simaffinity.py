@@ -10,7 +10,7 @@ CE, one direction only, asks each row of A to be largest on the diagonal, agains
 symmetry term asks both views to agree on who resembles whom. It is a norm, not a mean: relative to CE its
 gradient grows with sqrt(N), and gamma means more in a larger batch.
 
-Ours, not the paper's: tau; the last BatchNorm without scale and shift;
+Ours, not the paper's: tau; the mean in --symmetric; the last BatchNorm without scale and shift;
 jitter strengths (SimSiam's); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual
 branches; EMA copies BatchNorm's buffers; the online probe; recipes of data sets other than cifar10, cifar100,
 imagenet100, imagenet.
@@ -19,7 +19,8 @@ imagenet100, imagenet.
     torchrun simaffinity.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simaffinity.py --dataset imagenet --data-dir DIR
 
-MEASURED
+Measured, k-NN: patterns PAT %; CIFAR-10 in ten epochs 60.3 %, in four of 10,000 images 43.1 %;
+at initialisation 20.0, 32.2, 27.9 %. Width 16, n = 1 but for the last, which is 3 seeds' mean: see README.
 """
 import argparse
 import copy

@@ -10,13 +10,13 @@ Li et al., "A Unified Framework for Contrastive Learning from a Perspective of A
 
 The trace of the whitened affinity matrix: positives only, no l2 normalisation, no stop-gradient. S, solved
 against and never inverted, is all that keeps the embeddings from collapsing. (The authors' public port does
-normalise, and stops the gradient through mu and S: --detach-cov is the second alone.)
+normalise, and stops the gradient through mu and S: --detach-cov is the second alone, a point worse here.)
 
 eps counts in mean eigenvalues of C, so that no scale of z undoes it. It is what there is to tune: at eps = 0
 and D >= 2N (the paper's ImageNet: D 2048, N 512) the loss is a constant, 1/2, as 2N points in so many
 dimensions whiten to a simplex, wherever they are.
 
-Ours, not the paper's: eps; the last BatchNorm without scale and shift;
+Ours, not the paper's: eps; the mean in --symmetric; the last BatchNorm without scale and shift;
 jitter strengths (SimSiam's); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual
 branches; EMA copies BatchNorm's buffers; the online probe; recipes of data sets other than cifar10, cifar100,
 imagenet100, imagenet.
@@ -25,7 +25,8 @@ imagenet100, imagenet.
     torchrun simtrace.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simtrace.py --dataset imagenet --data-dir DIR
 
-MEASURED
+Measured, k-NN: patterns PAT %; CIFAR-10 in ten epochs 60.8 %, in four of 10,000 images 42.2 %;
+at initialisation 20.0, 32.2, 27.9 %. Width 16, n = 1 but for the last, which is 3 seeds' mean: see README.
 """
 import argparse
 import copy

@@ -15,7 +15,7 @@ eps counts in mean eigenvalues of C, so that no scale of z undoes it. It is what
 and D >= 2N (the paper's ImageNet: D 2048, N 512) the loss is a constant, ln N, as 2N points in so many
 dimensions whiten to a simplex, wherever they are.
 
-Ours, not the paper's: tau; eps; the last BatchNorm without scale and shift;
+Ours, not the paper's: tau; eps; the mean in --symmetric; the last BatchNorm without scale and shift;
 jitter strengths (SimSiam's); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual
 branches; EMA copies BatchNorm's buffers; the online probe; recipes of data sets other than cifar10, cifar100,
 imagenet100, imagenet.
@@ -24,7 +24,8 @@ imagenet100, imagenet.
     torchrun simwhitening.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simwhitening.py --dataset imagenet --data-dir DIR
 
-MEASURED
+Measured, k-NN: patterns PAT %; CIFAR-10 in ten epochs 62.3 %, in four of 10,000 images 43.6 %;
+at initialisation 20.0, 32.2, 27.9 %. Width 16, n = 1 but for the last, which is 3 seeds' mean: see README.
 """
 import argparse
 import copy
