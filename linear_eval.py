@@ -42,11 +42,8 @@ from common import rankme
 
 
 def parse_args(argv=None):
-    def counts(text):
-        return [common.count(v) for v in text.split(",")]
-
-    def temperatures(text):
-        return [common.positive(v) for v in text.split(",")]
+    def several(kind):
+        return lambda text: [kind(v) for v in text.split(",")]
 
     parser = argparse.ArgumentParser(prog="linear_eval.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,8 +52,8 @@ def parse_args(argv=None):
     add("--protocol", default="linear",
         choices=("linear", "frozen-features", "knn", "rankme", "cka", "features", "curves"))
     add("--other", help="second run, checkpoint or backbone, for --protocol cka")
-    add("--k", type=counts, default=[200], help="neighbours, K or K,K,...")
-    add("--tau", type=temperatures, default=[0.1], help="temperature of the k-NN vote, T or T,T,...")
+    add("--k", type=several(common.count), default=[200], help="neighbours, K or K,K,...")
+    add("--tau", type=several(common.positive), default=[0.1], help="temperature of the vote, T or T,T,...")
     add("--dataset", choices=common.DATASETS, help="default: that of the pretraining")
     add("--epochs", type=common.count, help="of the classifier (default 100; imagenet 90)")
     add("--batch-size", type=common.count, help="over all processes (default 256; imagenet 1024)")
