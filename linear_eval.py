@@ -121,13 +121,14 @@ def main(args):
     backbone.to(env.device, memory_format=torch.channels_last)
     name = args.dataset or about["dataset"]
     seen = {k: about[k] for k in ("mean", "std", "image_size")}  # what the backbone was trained to see
-    train, test = (common.load_images(name, args.data_dir, split, env, about["image_size"])
-                   for split in (True, False))
+    train, test = (common.load_images(name, args.data_dir, split, env, about["image_size"],
+                                      classes=args.classes, report=True) for split in (True, False))
     if test is None:
         common.fail(f"{args.data_dir} has no test images: put them in its folder test or val")
     train, test = (data._replace(**seen) for data in (train, test))
     if args.protocol not in ("rankme", "cka") and (train.labels is None or test.labels is None):
-        common.fail(f"--protocol {args.protocol} needs labels: {args.data_dir} must have a folder per class")
+        why = train.unlabelled or test.unlabelled or f"{args.data_dir} must have a folder per class"
+        common.fail(f"--protocol {args.protocol} needs labels: {why}")
     options = (env, args.precision, args.workers)
     result = {"protocol": args.protocol, "dataset": name, "n_train": len(train.images),
               "n_test": len(test.images)}
