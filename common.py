@@ -19,15 +19,17 @@ import signal
 import socket
 import sys
 import time
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 from torchvision import datasets, utils
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -379,8 +381,14 @@ STATS = {"patterns": ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
          "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # the rest take imagenet's
 # images: uint8 (N, 3, H, W), or a list of files where they are large; labels: int64 (N,), -1 unknown, or
 # None; classes: names; mean, std: per channel, of [0, 1] pixels; image_size: pixels of a side the network
-# sees
-Images = namedtuple("Images", "images labels classes mean std image_size")
+# sees; fingerprint: of names, labels and a few images; in words: where they are from, which files were no
+# images, why labels are None
+Images = namedtuple("Images", "images labels classes mean std image_size fingerprint source skipped "
+                    "unlabelled", defaults=("", "", "", ""))
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test",
+          "val": "val", "valid": "val", "validation": "val"}
+RUN_FILES = {"args.json", "log.jsonl", "eval.jsonl", "checkpoint.pt", "backbone.pt", "views.png",
+             "affinity.png", "spectrum.png", "labels.png", "margin.png", "curves.png"}
 PATTERNS = {  # ink where the field is positive; a, b: turned and scaled x, y; k in [1, 4), one per image
     "stripes": lambda a, b, k: a.sin(),
     "checks": lambda a, b, k: 2 * a.sin() * b.sin(),
@@ -425,89 +433,210 @@ def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
     return torch.cat([torch.cat([a, b], 3), torch.cat([c, d], 3)], 2), torch.arange(n // 4) % 10
 
 
-def find_images(folder: Path) -> tuple[list[str], Tensor | None, list[str]]:
-    """Sorted image files below `folder`; labels by sub-folder, None if one lies in `folder` itself; names."""
-    files = sorted(p.relative_to(folder) for p in folder.rglob("*")
-                   if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS and p.is_file())
-    files = [p for p in files if not any(part.startswith(".") for part in p.parts)]
-    if not files:
-        fail(f"no images in {folder}; put them there, a folder per class or all in one, or change --data-dir")
-    classes = {name: i for i, name in enumerate(sorted({p.parts[0] for p in files if len(p.parts) > 1}))}
-    labelled = all(len(p.parts) > 1 for p in files)
-    labels = torch.tensor([classes[p.parts[0]] for p in files]) if labelled else None
-    return [str(folder / p) for p in files], labels, list(classes) if labelled else []
+def find_images(folder: Path, only: set[str] | None = None) -> tuple[list[tuple], list[str], Counter]:
+    """Image files below `folder`, sorted, each as the parts of its path there; the class of each: its first
+    folder, or what Tiny ImageNet's list says, or ""; other files by suffix. only: files of these classes.
+
+    Links are followed, but not into a folder that one is in. Hidden files and a run's own are passed over."""
+    formats, known = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}, Image.registered_extensions().items()
+    formats = {*Image.OPEN, "MPO"} - formats  # those Pillow recognises but leaves to other programs
+    suffixes = {suffix for suffix, format in known if format in formats}
+    found, skipped, above = [], Counter(), {}
+    for root, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        above[root] = {*above.get(os.path.dirname(root), ()), os.path.realpath(root)}
+        folders[:] = [name for name in folders if not name.startswith(".")
+                      and os.path.realpath(os.path.join(root, name)) not in above[root]]
+        own = RUN_FILES if {"args.json", "log.jsonl"} <= {*files} or "eval.jsonl" in files else ()
+        parts = Path(root).parts[len(folder.parts):]
+        for name in files:
+            suffix = os.path.splitext(name)[1].lower()
+            if name.startswith(".") or name in own:
+                continue
+            if suffix in suffixes:
+                found.append((*parts, name))
+            else:
+                broken = os.path.islink(path := os.path.join(root, name)) and not os.path.exists(path)
+                skipped["broken link" if broken else suffix or "without suffix"] += 1
+    table = folder / "val_annotations.txt"
+    rows = table.read_text().splitlines() if table.is_file() else ()
+    listed = dict(row.split("\t")[:2] for row in rows if "\t" in row)
+    kinds = {parts: listed.get(parts[-1], parts[0] if len(parts) > 1 else "") for parts in sorted(found)}
+    kinds = {parts: kind for parts, kind in kinds.items() if only is None or kind in only}
+    return list(kinds), list(kinds.values()), skipped
+
+
+def fingerprint(names, labels: Tensor | None, content: list) -> str:
+    """Hash of the files' names, the labels and some content (arrays)."""
+    digest = hashlib.blake2b(os.fsencode("\n".join("/".join(parts) for parts in names)), digest_size=8)
+    for part in ([] if labels is None else [labels.numpy()]) + content:
+        digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
+def load_files(name: str, root: Path, train: bool, size: int | None, limit: int | None, classes: str | None,
+               report: bool) -> Images | None:
+    """load_images of a data set of files."""
+    hint = "put images there, a folder per class or all in one, or change --data-dir"
+    places = {"folder": [], "tinyimagenet": ["tiny-imagenet-200"], "imagenet100": ["imagenet100", "imagenet"]}
+    folder = next((root / place for place in places.get(name, [name]) if (root / place).is_dir()), root)
+    folders = next(os.walk(folder, onerror=lambda error: fail(f"no images in {folder} ({error}); {hint}")))[1]
+    splits = {SPLITS[p.lower()]: folder / p for p in sorted(folders) if p.lower() in SPLITS}
+    splits = splits or {"train": folder}
+    if "train" not in splits:
+        fail(f"{folder} has a folder {min(splits.values()).name} but no folder train")
+    if name == "imagenet100" and folder == root / "imagenet" and not classes:
+        fail(f"{name} in {folder} needs --classes FILE, the name of a class folder on each line")
+    order = ("test", "val") if report and name == "folder" else ("val", "test")  # others' test has no labels
+    split = "train" if train else next((s for s in order if s in splits), None)
+    if split is None:
+        return None
+    try:
+        only = {*map(str.strip, Path(classes).read_text().splitlines())} - {""} if classes else None
+    except (OSError, ValueError) as error:
+        fail(f"cannot read --classes {classes}: {error}")
+    names, kinds, skipped = find_images(splits["train"], only)
+    lacking = min((only or set()) - {*kinds}, default=None if names else "")
+    if lacking is not None:
+        fail(f"no images in {splits['train'] / lacking}; {hint}")
+    known = [] if "" in kinds else sorted({*kinds})
+    sample = [os.path.join(splits["train"], *parts) for parts in names[::len(names) // 1000 + 1]]
+    if not train:
+        names, kinds, skipped = find_images(splits[split], only)
+    if not names:
+        return None
+    place, why, new = splits[split], "", sorted({*kinds} - {*known})
+    if "" in kinds and any(kinds):
+        why = f"{place / names[kinds.index('')][0]} lies beside the class folders"
+    elif known and "" in new:
+        why = f"{place} has no folder per class: sort its images into folders named as those of train"
+    elif known and new:
+        why = f"{place} has classes that train lacks: {', '.join(new[:5])}{', ...' * (len(new) > 5)}"
+    number, labels = {kind: i for i, kind in enumerate(known)}, None
+    if known and not why:
+        labels = torch.tensor([number[kind] for kind in kinds])
+    if limit and limit < len(names):  # of all classes, though they are sorted
+        keep = [i * len(names) // limit for i in range(limit)]
+        names, labels = [names[i] for i in keep], None if labels is None else labels[keep]
+    files = [os.path.join(place, *parts) for parts in names]
+    try:
+        heads = [np.fromfile(file, np.uint8, 2**16) for file in files[::len(files) // 16 + 1]]
+        images = files if name.startswith("imagenet") else read_small(files, sample, size)
+    except OSError as error:
+        fail(error)
+    size = size or (64 if name == "tinyimagenet" else 32 if torch.is_tensor(images) else 224)
+    source = f"from {root}"
+    if name == "folder" and {"val", "test"} <= {*splits}:
+        source += f" (test images: {splits['val'].name}; linear_eval.py takes {splits['test'].name})"
+    skipped = ", ".join(f"{n} {suffix}" for suffix, n in sorted(skipped.items()))
+    return Images(images, labels, known, *STATS.get(name, STATS["imagenet"]), size,
+                  fingerprint(names, labels, heads), source, skipped and f"{place}: {skipped}", why)
 
 
 def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNamespace | None = None,
-                image_size: int | None = None, limit: int | None = None, unlabelled=False) -> Images | None:
+                image_size: int | None = None, limit: int | None = None, unlabelled=False,
+                classes: str | None = None, report=False) -> Images | None:
     """Training or test split; None for a folder without test split.
 
-    Small images (up to 64 px, stl10) come as one tensor on env.device, large ones as files. limit: keep the
-    first images only; unlabelled: stl10 with its unlabelled images. Only rank 0 downloads (cifar10,
-    cifar100, stl10)."""
+    Small images (typically up to 64 px, stl10) come as one tensor on env.device, large ones as files. limit:
+    so many images only, the first, or every (n / limit)-th file; unlabelled: stl10 with its unlabelled
+    images; classes: a file that names the class folders to use, one a line; report: of a folder's test and
+    val take test, not val. Only rank 0 downloads (cifar10, cifar100, stl10)."""
     root, env = Path(data_dir), env or SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    if name not in ("patterns", "cifar10", "cifar100", "stl10"):
+        data = load_files(name, root, train, image_size, limit, classes, report)
+        in_memory = data and torch.is_tensor(data.images)
+        return data._replace(images=data.images.to(env.device)) if in_memory else data
+    if classes:
+        fail(f"--classes picks class folders, and {name} has none", 2)
     if name == "patterns":
-        images, labels, classes = *patterns(train), list(PATTERNS)
-    elif name in ("cifar10", "cifar100", "stl10"):
+        (images, labels), names, source = patterns(train), list(PATTERNS), "generated"
+    else:
         kind, split = getattr(datasets, name.upper()), dict(train=train)
         if name == "stl10":
             split = dict(split="test" if not train else "train+unlabeled" if unlabelled else "train")
         socket.setdefaulttimeout(20)
         hint = f"{name} is not in {root} and cannot be downloaded; put {kind.base_folder} there"
         data = on_rank0(lambda: kind(root, download=True, **split), env, hint) or kind(root, **split)
-        images, classes = torch.from_numpy(data.data), data.classes
+        images, names, source = torch.from_numpy(data.data), data.classes, f"from {root}"
         images = images if name == "stl10" else images.permute(0, 3, 1, 2).contiguous()
         labels = torch.as_tensor(data.labels if name == "stl10" else data.targets).long()
-    else:
-        folder = root / ("tiny-imagenet-200" if name == "tinyimagenet" else name)
-        folder = folder if folder.is_dir() and name != "folder" else root
-        splits = [folder / s for s in ("train", "val", "test") if (folder / s).is_dir()] or [folder]
-        if splits[0].name in ("val", "test"):
-            fail(f"{folder} has a folder {splits[0].name} but no folder train")
-        if not train and len(splits) == 1:
-            return None
-        images, labels, classes = find_images(splits[0])
-        if not train and name == "tinyimagenet":
-            rows = [line.split("\t") for line in (splits[1] / "val_annotations.txt").read_text().splitlines()]
-            images = [str(splits[1] / "images" / row[0]) for row in rows]
-            labels = torch.tensor([classes.index(row[1]) for row in rows])
-        elif not train:
-            images, labels, test_classes = find_images(splits[1])
-            if test_classes != classes:
-                fail(f"{splits[0]} and {splits[1]} hold different classes")
-        if not name.startswith("imagenet"):
-            images = read_small(images[:limit], image_size)
-    images, labels = images[:limit], None if labels is None else labels[:limit]
-    images = images.to(env.device) if torch.is_tensor(images) else images
-    size = {"stl10": 64, "tinyimagenet": 64}.get(name, 32 if torch.is_tensor(images) else 224)
-    return Images(images, labels, classes, *STATS.get(name, STATS["imagenet"]), image_size or size)
+    images, labels = images[:limit], labels[:limit]
+    few = [] if name == "patterns" else [images[::len(images) // 16 + 1].numpy()]  # patterns may be rounded
+    size = image_size or (64 if name == "stl10" else 32)
+    return Images(images.to(env.device), labels, names, *STATS.get(name, STATS["imagenet"]), size,
+                  fingerprint([], labels, few), source)
 
 
-def read_rgb(file: str) -> Image.Image:
-    """Image as RGB, from grey, palette, alpha or CMYK too; OSError that names a file it cannot read."""
+def report_data(train: Images, test: Images | None, env: SimpleNamespace) -> dict:
+    """Say on rank 0 what was found. -> what tells these images from others, wherever they lie."""
+    splits = [split for split in (train, test) if split]
+    data = {"train_images": len(train.images), "test_images": len(test.images) if test else 0,
+            "classes": len(train.classes), "image_size": train.image_size,
+            "fingerprint": "-".join(split.fingerprint for split in splits)}
+    if env.rank == 0:
+        kinds = f"of {len(train.classes)} classes" if train.classes else "without labels"
+        print(f"{data['train_images']} training images {kinds}, {data['test_images']} test images, "
+              f"{train.image_size} px, {train.source}", flush=True)
+        for split in splits:
+            if split.skipped:
+                print(f"skipped, as no images, in {split.skipped}", flush=True)
+            if split.unlabelled:
+                print(f"warning: {split.unlabelled}; no k-NN", file=sys.stderr, flush=True)
+    return data
+
+
+@contextlib.contextmanager
+def opened(file: str):
+    """Pillow's image. Whatever is wrong with it becomes an OSError that names the file."""
     try:
         with Image.open(file) as image:
-            if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip to white
-                image = image.point(lambda value: value / 256, "L")
-            return image.convert("RGB")
+            yield image
     except Exception as error:  # a damaged file can raise anything
         raise OSError(f"cannot read image {file}: {error}") from None
 
 
-def read_small(files: list[str], size: int | None) -> Tensor | list[str]:
-    """All files as one uint8 tensor, cut to the smallest if they differ; the files if one is over 64 px."""
-    images = []
-    for file in files:
-        try:
-            images.append(v2.functional.pil_to_tensor(read_rgb(file)))
-        except OSError as error:
-            fail(error)
-        if max(images[-1].shape[1:]) > 64 or (size or 0) > 64:
-            return files
-    if len({image.shape for image in images}) > 1:
-        side = min(min(image.shape[1:]) for image in images)
-        images = [v2.functional.center_crop(v2.functional.resize(image, side), side) for image in images]
-    return torch.stack(images)
+def read_rgb(file: str) -> Image.Image:
+    """First frame, turned as EXIF says, in RGB: alpha is dropped; grey of 16 bits is scaled by their range,
+    of 32 bits by the image's own: to 1 (floats), 255, 65535 or its maximum, from its minimum if that is
+    below 0. OSError that names a file it cannot read."""
+    with opened(file) as image:
+        image.load()
+        with contextlib.suppress(Exception):  # a damaged tag spoils no picture
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode[0] in "IF":
+            x = np.asarray(image).astype(float)
+            if not np.isfinite(x).all():
+                raise ValueError("not all of its values are finite")
+            low, high, tops = min(0, x.min()), x.max(), (1, 255, 65535) if image.mode == "F" else (255, 65535)
+            if image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PNG", "PPM"):
+                high = 65535
+            elif low == 0:
+                high = next((top for top in tops if high <= top), high)
+            image = Image.fromarray(((x - low) * (255 / max(high - low, 1e-30))).round().astype(np.uint8))
+        elif image.mode in ("P", "PA"):  # at once to RGB, Pillow would warn of transparent colours
+            image = image.convert("RGBA")
+        return image.convert("RGB")
+
+
+def read_small(files: list[str], sample: list[str], size: int | None) -> Tensor | list[str]:
+    """All files as one uint8 tensor, each resized and cut to the size of nearly all of `sample`, or to the
+    median of its shorter sides; the files if the median of the longer ones, or `size`, is over 64 px."""
+    def read(file):
+        image = read_rgb(file)
+        image = image if image.size == shape else ImageOps.fit(image, shape, Image.Resampling.BILINEAR)
+        return v2.functional.pil_to_tensor(image)
+
+    sides = []
+    for file in sample:
+        with opened(file) as image:
+            sides.append(max(image.size))
+    if median_low(sides) > 64 or (size or 0) > 64:
+        return files
+    sizes = Counter(read_rgb(file).size for file in sample)
+    shape, n = sizes.most_common(1)[0]
+    if n < 0.9 * len(sample):
+        shape = (median_low(map(min, sizes.elements())),) * 2
+    return torch.stack([read(file) for file in files])
 
 
 class ImageFiles:
@@ -522,6 +651,9 @@ class ImageFiles:
         views = views or [v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size)])]
         try:
             image = read_rgb(self.files[key[1]])
+            if not self.crops:  # of a strip the middle: whole it would become as much longer as wider
+                longest = 4 * min(image.size)
+                image = v2.functional.center_crop(image, [min(v, longest) for v in image.size[::-1]])
         except OSError as error:  # sent as data: an exception would come with its traceback
             sizes = [size for size, _ in self.crops] or [self.size]
             return [torch.zeros(3, size, size, dtype=torch.uint8) for size in sizes], key[1], str(error)
@@ -731,7 +863,8 @@ def add_machine_args(parser):
     """The flags that every program here shares; errors become one line and status 2."""
     parser.error = lambda message: fail(f"{message}; see --help", 2)
     add = parser.add_argument
-    add("--data-dir", default="data", help="where the data set is")
+    add("--data-dir", type=os.path.expanduser, default="data", help="where the data set is")
+    add("--classes", type=os.path.expanduser, metavar="FILE", help="use the class folders named there only")
     add("--seed", type=whole, default=0, help="of everything random")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add("--precision", default="auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 where it is faster")
@@ -768,7 +901,8 @@ def add_run_args(parser):
     add_machine_args(parser)
     add = parser.add_argument
     add("--dataset", default="patterns", choices=DATASETS)
-    add("--out", help="run folder (default runs/SCRIPT-DATASET); the same command again goes on there")
+    add("--out", type=os.path.expanduser,
+        help="run folder (default runs/SCRIPT-DATASET); the same command again goes on there")
     add("--image-size", type=side, help="pixels the network sees; 64 or less: 3x3 stem")
     add("--arch", choices=("resnet18", "resnet34", "resnet50"))
     add("--width", type=side, help="channels of the first stage")
@@ -778,7 +912,7 @@ def add_run_args(parser):
     add("--base-lr", type=rate, help="learning rate per 256 images of the batch")
     add("--weight-decay", type=rate, help="of weights; none on biases and BatchNorm")
     add("--warmup-epochs", type=rate, help="of linear warm-up")
-    add("--limit-images", type=count, help="keep the first training images only")
+    add("--limit-images", type=count, help="train on so many images; of files every k-th")
     add("--compile", action="store_true", help="torch.compile the network")
     add("--save-every", type=count, default=1, help="epochs between checkpoints")
     add("--eval-every", type=count, help="epochs between k-NN (default: a twentieth of --epochs)")
@@ -795,7 +929,8 @@ def parse_run_args(parser, recipes: dict, argv=None):
 
 
 # Settings that cannot change the result; the others must be the same for a run to go on in its folder.
-FREE = {"max_steps", "device", "workers", "data_dir", "save_every", "eval_every", "compile", "out"}
+FREE = {"max_steps", "device", "workers", "data_dir", "classes", "save_every", "eval_every", "compile",
+        "out"}
 
 
 class Run:
@@ -853,13 +988,16 @@ class Run:
     def resume(self):
         """Check that the folder holds this run or nothing; take up its checkpoint and cut its log there."""
         settings = {k: v for k, v in vars(self.args).items() if k not in FREE}
+        data = report_data(self.train, self.test, self.env)
         arguments, checkpoint, log = (self.out / name for name in ("args.json", "checkpoint.pt", "log.jsonl"))
         try:
-            old = json.loads(arguments.read_text())["settings"] if arguments.exists() else settings
-            other = [f"{k} {old.get(k)} (now {settings.get(k)})" for k in {**old, **settings}
-                     if old.get(k) != settings.get(k)]
-            if other:
-                raise ValueError("it holds a run with other settings, " + ", ".join(other))
+            old = json.loads(arguments.read_text()) if arguments.exists() else {"settings": settings}
+            pairs = ("settings", old["settings"], settings), ("images", old.get("data", data), data)
+            for what, old, new in pairs:
+                other = [f"{k} {old.get(k)} (now {new.get(k)})" for k in {**old, **new}
+                         if old.get(k) != new.get(k)]
+                if other:
+                    raise ValueError(f"it holds a run with other {what}, " + ", ".join(other))
             state = {"step": 0, "sums": {}, "seconds": 0.0, "row": None}
             state = load_checkpoint(checkpoint) if checkpoint.exists() else state
             for name, part in self.parts.items() if checkpoint.exists() else ():
@@ -880,7 +1018,8 @@ class Run:
             owed = self.row and (done or self.row["epoch"] <= whole) and self.row["step"] == self.step
             owed = owed and all(row["step"] < self.step for _, row in rows)
             if owed or not done:
-                text = {"script": Path(sys.argv[0]).stem, "settings": settings, "all": vars(self.args)}
+                text = {"script": Path(sys.argv[0]).stem, "data": data, "settings": settings,
+                        "all": vars(self.args)}
                 text = json.dumps(text, indent=1)
                 write_file(arguments, lambda file: file.write(text.encode()))
                 write_file(log, lambda file: file.write("".join(line for line, _ in rows).encode()))

@@ -27,6 +27,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +64,10 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.rate, default=0.0, help="of the classifier (default 0)")
     add("--normalize", action=argparse.BooleanOptionalAction, default=True,
         help="divide the features by one number, the mean norm of the training features (default)")
-    add("--save", metavar="FILE", help="write the classifier and what it takes to use it")
-    add("--out", help="folder for eval.jsonl (results, added), .npy, .png and the classifier of each epoch: "
-                      "the same command goes on from it; other settings or another backbone start anew")
+    add("--save", type=os.path.expanduser, metavar="FILE", help="write the classifier and what it takes to use it")
+    add("--out", type=os.path.expanduser,
+        help="folder for eval.jsonl (results, added), .npy, .png and the classifier of each epoch: the same "
+             "command goes on from it; other settings or another backbone start anew")
     common.add_machine_args(parser)
     args = parser.parse_args(argv)
     if (args.protocol == "cka") != (args.other is not None):
@@ -206,7 +208,8 @@ def evaluate(run, args, env) -> dict:
             common.fail(f"{run}: {fault}")
 
     def images(train: bool, about):  # as the network was trained to see them
-        data = common.load_images(name, args.data_dir, train, env, about["image_size"])
+        data = common.load_images(name, args.data_dir, train, env, about["image_size"],
+                                  classes=args.classes, report=True)
         return data and data._replace(**{k: about[k] for k in ("mean", "std", "image_size")})
 
     backbone, about = load_backbone(run)
@@ -215,7 +218,8 @@ def evaluate(run, args, env) -> dict:
     if test is None and protocol not in ("rankme", "features"):
         common.fail(f"{args.data_dir} has no test images: put them in its folder test or val")
     if protocol in ("linear", "frozen-features", "knn") and (train.labels is None or test.labels is None):
-        common.fail(f"--protocol {protocol} needs labels: {args.data_dir} must have a folder per class")
+        why = train.unlabelled or test.unlabelled or f"{args.data_dir} must have a folder per class"
+        common.fail(f"--protocol {protocol} needs labels: {why}")
     result = {"protocol": protocol, "run": str(run), "method": method(run), "dataset": name,
               "n_train": len(train.images), "n_test": len(test.images) if test else 0}
     if protocol == "knn":

@@ -143,8 +143,8 @@ def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
 def main(args):
     env = common.init_distributed(args.device)
     train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
-                               unlabelled=True)
-    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size)
+                               unlabelled=True, classes=args.classes)
+    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size, classes=args.classes)
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
     params = [p for p in model.parameters() if p.requires_grad]

@@ -788,7 +788,7 @@ def test_class_folders_with_train_and_test(tmp_path):
     assert train.labels.tolist() == [0, 0, 0, 1, 1, 1] and test.labels.tolist() == [0, 0, 1, 1]
     assert train.classes == test.classes == ["ant", "bee"] and train.image_size == 32
     limited = common.load_images("folder", tmp_path, limit=4)
-    assert len(limited.images) == 4 and limited.labels.tolist() == [0, 0, 0, 1]
+    assert limited.images[:, 0, 0, 0].tolist() == [0, 1, 100, 101]  # of both classes
 
 
 def test_class_folders_alone(tmp_path):
@@ -836,14 +836,8 @@ def test_large_images_stay_files(tmp_path):
     files = [save(tmp_path / f"{name}.png", size=(65, 20)) for name in "cab"]
     data = common.load_images("folder", str(tmp_path))
     assert data.images == sorted(files) and data.image_size == 224 and data.labels is None
-    assert common.load_images("folder", tmp_path, limit=2, image_size=96)._replace(mean=0, std=0) == (
-        sorted(files)[:2],
-        None,
-        [],
-        0,
-        0,
-        96,
-    )
+    limited = common.load_images("folder", tmp_path, limit=2, image_size=96)
+    assert limited.images == sorted(files)[:2] and limited.labels is None and limited.image_size == 96
 
 
 def test_bad_folders_end_in_one_line(tmp_path, capsys):
@@ -856,9 +850,6 @@ def test_bad_folders_end_in_one_line(tmp_path, capsys):
     for data in (b"", b"no image at all", whole[:60], whole[:-40], bitmap):
         (tmp_path / "a" / "2.png").write_bytes(data)
         assert_error(capsys, tmp_path / "a" / "2.png", data_dir=tmp_path / "a")
-    save(tmp_path / "b" / "train" / "cat" / "1.png")
-    save(tmp_path / "b" / "test" / "dog" / "1.png")
-    assert_error(capsys, tmp_path / "b" / "test", data_dir=tmp_path / "b", train=False)
 
 
 def test_unreadable_large_image_ends_the_run_in_one_line(tmp_path):
