@@ -1,26 +1,34 @@
-"""What every method script needs and a reader of the paper would skip: processes and errors, ResNet, LARS,
-learning rate, augmentation, data sets, k-NN, checkpoints, the run folder.
+"""What every script needs and a reader of the papers would skip. A section uses those above it only:
+
+    processes               several of them or one, and how they end
+    network and optimiser   ResNet, EMA, LARS, the learning rate, bf16
+    augmentation            SimCLR's, of a whole batch on its device
+    data                    images, in memory or in files, and batches of them
+    evaluation              features, k-NN, the online probe, RankMe
+    files and pictures      what a kill leaves whole; plots and heat maps
+    command line            the flags that all scripts share
+    the run                 a folder in which a training goes on
 
 Nothing here knows a method: losses, projectors, recipes and the training loop are in the scripts. Each
-function can be copied out with the imports it uses.
+function can be copied out with the imports it uses. A new method is a copy of the script nearest to it; a
+new data set has its name in DATASETS, its images in load_images, and a recipe in each script.
 """
 import argparse
 import atexit
 import contextlib
-import copy
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
-import pickle
 import re
 import signal
 import socket
 import sys
 import time
-from collections import Counter, OrderedDict, namedtuple
-from functools import partial
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_low
 from types import SimpleNamespace
@@ -36,79 +44,69 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+# processes
 
-def say(text, file=None):
-    """Print a line, to whoever still listens: the terminal may have hung up."""
-    with contextlib.suppress(OSError):
-        print(" ".join(str(text).splitlines()), file=file, flush=True)
+
+def say(text, file=None, every_rank=False):
+    """Print a line, from rank 0, to whoever still listens: the terminal may have hung up."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            print(" ".join(str(text).splitlines()), file=file, flush=True)
 
 
 def fail(message, status: int = 1):
-    """Exit with `status` after one line on stderr (rank 0): for what every rank sees alike."""
-    if os.environ.get("RANK", "0") == "0":
-        say(f"error: {message}", sys.stderr)
+    """Exit with `status` after one line on stderr: for what every rank sees alike."""
+    say(f"error: {message}", sys.stderr)
     raise SystemExit(status)
+
+
+class Fault(Exception):
+    """A failure on one rank or more, of which all ranks know."""
+
+
+def last_words(kind, error, trace):
+    """sys.excepthook: one line for what a user can mend, a traceback for the rest."""
+    several, text = os.environ.get("WORLD_SIZE", "1") != "1", str(error)
+    if kind is KeyboardInterrupt:
+        say("stopped; the same command starts again", sys.stderr)
+    elif kind is MemoryError or re.search("out of memory|allocate memory|DataLoader worker", text):
+        say(f"error: out of memory? {text} Try a lower --batch-size, --width or --workers", sys.stderr, True)
+    elif several and re.search("[Cc]onnection|Broken pipe|recvValue", text):
+        pass  # the peer that died said why
+    elif issubclass(kind, (Fault, OSError)):
+        say(f"error: {text}", sys.stderr, every_rank=kind is not Fault)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    if several or kind is KeyboardInterrupt:  # no waiting for the others on the way out
+        os._exit(130 if kind is KeyboardInterrupt else 1)
 
 
 def init_distributed(device: str = "auto") -> SimpleNamespace:
     """Join torchrun's process group, if there is one. Returns `.rank .world_size .device`.
 
-    Status 2 for a device that is not there, or half a launcher. CUDA tensors travel by nccl, CPU tensors by
-    gloo."""
-    rank, world_size, local_rank, here = (
-        int(text) if (text := os.environ.get(name, "")).isdecimal() else default
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 0)))
-    here = here or world_size
+    Status 2 for a device that is not there, or half a launcher. CPU tensors go by gloo, CUDA's by nccl."""
+    number = {name: int(text) for name, text in os.environ.items() if text.isdecimal()}
+    rank, world_size = number.get("RANK", 0), number.get("WORLD_SIZE", 1)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if rank >= world_size or world_size > 1 and missing:
         os.environ.pop("RANK", None)  # so that this process speaks
         fail(f"WORLD_SIZE {world_size}, RANK {rank}, no {', '.join(missing) or 'sense'}: half a launcher; "
              "start with torchrun or unset them", 2)
+    here = number.get("LOCAL_WORLD_SIZE", world_size)
     count = {"cpu": here, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if device == "auto":
         device = "cuda" if count["cuda"] else "mps" if count["mps"] and world_size == 1 else "cpu"
     if here > count[device]:
         fail(f"--device {device}: {here} process(es) but {count[device]} such device(s); try --device cpu", 2)
     if device == "cuda":
-        device = f"cuda:{local_rank}"
+        device = f"cuda:{number.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)
-
-    def hook(kind, error, trace):
-        lost = world_size > 1 and re.search("[Cc]onnection|Broken pipe|recvValue", str(error))
-        if kind is KeyboardInterrupt:
-            sys.stderr.write("stopped; the same command starts again\n" if rank == 0 else "")
-        elif kind is Fault:
-            say(f"error: {error}", sys.stderr) if rank == 0 else None
-        elif isinstance(error, MemoryError) or re.search("out of memory|allocate memory|DataLoader worker",
-                                                         str(error)):
-            say(f"error: out of memory? {error} Try a lower --batch-size, --width or --workers", sys.stderr)
-        elif not lost:  # a process whose peer has died leaves quietly: the peer said why
-            sys.__excepthook__(kind, error, trace)
-        if world_size > 1 or kind is KeyboardInterrupt:  # no waiting for the others on the way out
-            os._exit(130 if kind is KeyboardInterrupt else 1)
-    sys.excepthook = hook
+    sys.excepthook = last_words
     return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device))
-
-
-def on_rank0(function, env: SimpleNamespace, hint: str = ""):
-    """function() on rank 0, None elsewhere; a fault of files or network there ends all ranks in one line."""
-    message, value = [None], None
-    if env.rank == 0:
-        try:
-            value = function()
-        except (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError) as error:
-            message = [f"{hint} ({error})" if hint else str(error)]
-    if env.world_size > 1:
-        dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
-    return fail(message[0]) if message[0] else value
-
-
-class Fault(Exception):
-    """A failure on one rank or more, of which all ranks know."""
 
 
 @contextlib.contextmanager
@@ -126,12 +124,13 @@ def together(env: SimpleNamespace):
         raise Fault(next(filter(None, faults)))
 
 
-def largest(number: int, env: SimpleNamespace) -> int:
-    """Of the ranks' numbers, by gloo between the hosts: no device waits."""
-    number = torch.tensor(int(number))
-    if env.world_size > 1:
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-    return number.item()
+def on_rank0(function, env: SimpleNamespace, hint: str = ""):
+    """function() on rank 0, None elsewhere. If it fails there, all ranks end in one line."""
+    try:
+        with together(env):
+            return function() if env.rank == 0 else None
+    except Fault as fault:
+        fail(f"{hint} ({fault})" if hint else fault)
 
 
 class _Gather(torch.autograd.Function):
@@ -155,9 +154,17 @@ def gather(z: Tensor) -> Tensor:
     return _Gather.apply(z.contiguous()) if dist.is_initialized() else z
 
 
+def digest(*parts) -> str:
+    """A hash of plain values."""
+    return hashlib.blake2b(repr(parts).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
 def seed_for(*numbers) -> int:
-    """A hash of the numbers (run seed, epoch, batch, rank): streams that never overlap, no state to save."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
+    """A seed out of run seed, epoch, batch, rank, ...: streams that never overlap, no state to save."""
+    return int(digest(*numbers), 16) >> 1
+
+
+# network and optimiser
 
 
 def resnet(arch: str = "resnet18", width: int = 64, small_images: bool = True) -> nn.Sequential:
@@ -219,16 +226,24 @@ class LARS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         loss = torch.enable_grad()(closure)() if closure else None
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                update, state = p.grad, self.state[p]
-                if p.ndim > 1:
-                    update = update.add(p, alpha=group["weight_decay"])
-                    ratio = group["eta"] * p.norm() / update.norm()  # a zero norm makes it 0, inf or nan
-                    update = update * torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                p.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update), alpha=group["lr"])
+        for group, scaled in itertools.product(self.param_groups, (True, False)):
+            params = [p for p in group["params"] if p.grad is not None and (p.ndim > 1) == scaled]
+            if not params:
+                continue
+            updates = [p.grad for p in params]
+            if scaled:
+                updates = torch._foreach_add(updates, params, alpha=group["weight_decay"])
+                norms, update_norms = (torch.stack(torch._foreach_norm(x)) for x in (params, updates))
+                ratio = group["eta"] * norms / update_norms  # a zero norm makes it 0, inf or nan
+                ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)
+                torch._foreach_mul_(updates, ratio.unbind())
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates)
+            torch._foreach_add_(params, buffers, alpha=-group["lr"])
         return loss
 
 
@@ -243,10 +258,14 @@ def cosine_lr(step: int, total_steps: int, base_lr: float, warmup_steps=0, final
 @torch.no_grad()
 def ema_update(target: nn.Module, online: nn.Module, momentum: float):
     """target = momentum target + (1 - momentum) online, for parameters; buffers (BatchNorm's) are copied."""
-    for t, o in zip(target.parameters(), online.parameters(), strict=True):
-        t.mul_(momentum).add_(o, alpha=1 - momentum)
+    targets, onlines = zip(*zip(target.parameters(), online.parameters(), strict=True))
+    torch._foreach_mul_(targets, momentum)
+    torch._foreach_add_(targets, onlines, alpha=1 - momentum)
     for t, o in zip(target.buffers(), online.buffers(), strict=True):
         t.copy_(o)
+
+
+# augmentation
 
 
 class Augment:
@@ -269,7 +288,7 @@ class Augment:
     def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
         order = torch.randperm(4).tolist()
         out = torch.empty(len(images), self.size, self.size, 3, device=images.device).permute(0, 3, 1, 2)
-        part = 256 if images.device.type == "cpu" else max(1, len(images))  # a CPU's cache holds 256
+        part = max(1, len(images) if images.is_cuda else 2**18 // self.size**2)  # what a CPU's cache holds
         for x, result in zip(images.split(part), out.split(part)):
             result.copy_(self.augment(x, order, crop).transpose(0, 1))
         return out
@@ -282,9 +301,12 @@ class Augment:
             return uniform(0, 1) < p
 
         n, _, height, width = images.shape
-        box = random_box(n, height, width, self.crop_scale, images.device) if crop else [
-            torch.full((n, 1, 1), float(v), device=images.device) for v in (0, 0, height, width)]
-        x = crop_and_flip(images, *box, self.size, chosen(self.flip))
+        if crop:
+            box = random_box(n, height, width, self.crop_scale, images.device)
+            x = crop_and_flip(images, *box, self.size, chosen(self.flip))
+        else:
+            x = images.transpose(0, 1).float().div_(255)
+            x = torch.where(chosen(self.flip), x.flip(3), x)
         if self.jitter_p > 0:
             on = chosen(self.jitter_p)
             brightness, contrast, saturation = (
@@ -305,11 +327,16 @@ class Augment:
             grey, on = luma(x), chosen(self.gray_p).float()
             x.mul_(1 - on).add_(grey.mul_(on))
         if self.blur_p > 0:
-            x = blur(x, uniform(*self.blur_sigma).where(chosen(self.blur_p), 0), int(self.size * 0.1) | 1)
+            sigma = uniform(*self.blur_sigma)
+            on = [i for i, draw in enumerate(torch.rand(n).tolist()) if draw < self.blur_p]
+            if on:  # drawn on the CPU, so that a GPU is not waited for
+                on = torch.tensor(on).to(x.device, non_blocking=True)
+                x[:, on] = blur(x[:, on], sigma[on], int(self.size * 0.1) | 1)
         if self.solarize_p > 0:
             x = torch.where(chosen(self.solarize_p) & (x >= 128 / 255), 1 - x, x)
-        mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1, 1) for v in (self.mean, self.std))
-        return x.sub_(mean).div_(std)
+        for channel, mean, std in zip(x, self.mean, self.std):
+            channel.sub_(mean).div_(std)
+        return x
 
 
 def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 / 3)) -> list[Tensor]:
@@ -356,7 +383,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     chroma = (value - x.amin(0)).clamp_(min=1e-12)
     hue = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
     hue = torch.where(value == red, green - blue, hue).div_(chroma).add_(6 * shift)  # in sixths of a turn
-    k = hue + torch.tensor([5.0, 3.0, 1.0], device=x.device).view(3, 1, 1, 1)
+    k = hue + torch.arange(5, 0, -2, device=x.device).view(3, 1, 1, 1)
     # a channel is V - chroma clamp(2 - |k mod 6 - 2|, 0, 1)
     k.sub_((k / 6).floor_(), alpha=6).sub_(2).abs_()
     return k.sub_(2).clamp_(-1, 0).mul_(chroma).add_(value)
@@ -374,17 +401,13 @@ def blur(x: Tensor, sigma: Tensor, taps: int) -> Tensor:
     return x
 
 
+# data
+
 DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "tinyimagenet", "imagenet100", "imagenet", "folder")
 STATS = {"patterns": ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
          "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
          "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
          "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # the rest take imagenet's
-# images: uint8 (N, 3, H, W), or a list of files where they are large; labels: int64 (N,), -1 unknown, or
-# None; classes: names; mean, std: per channel, of [0, 1] pixels; image_size: pixels of a side the network
-# sees; fingerprint: of names, labels and a few images; in words: where they are from, which files were no
-# images, why labels are None
-Images = namedtuple("Images", "images labels classes mean std image_size fingerprint source skipped "
-                    "unlabelled", defaults=("", "", "", ""))
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test",
           "val": "val", "valid": "val", "validation": "val"}
 RUN_FILES = {"args.json", "log.jsonl", "eval.jsonl", "checkpoint.pt", "backbone.pt", "views.png",
@@ -433,103 +456,180 @@ def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
     return torch.cat([torch.cat([a, b], 3), torch.cat([c, d], 3)], 2), torch.arange(n // 4) % 10
 
 
-def find_images(folder: Path, only: set[str] | None = None) -> tuple[list[tuple], list[str], Counter]:
-    """Image files below `folder`, sorted, each as the parts of its path there; the class of each: its first
-    folder, or what Tiny ImageNet's list says, or ""; other files by suffix. only: files of these classes.
+def read_rgb(file: str, least: int = 2**20) -> Image.Image:
+    """First frame, turned as EXIF says, in RGB: alpha is dropped; grey of 16 bits is scaled by their range,
+    of 32 bits by the image's own: to 1 (floats), 255, 65535 or its maximum, from its minimum if that is
+    below 0. Of a JPEG that is larger, a half, 4th or 8th that keeps `least` pixels of the shorter side.
+    OSError if it cannot be read."""
+    try:
+        with Image.open(file) as image:
+            image.draft(None, [-(-side * least // min(image.size)) for side in image.size])
+            image.load()
+        with contextlib.suppress(Exception):  # a damaged tag spoils no picture
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode[0] in "IF":
+            x, tops = np.asarray(image).astype(float), (1, 255, 65535)
+            low, high = min(0, x.min()), x.max()
+            if not np.isfinite(high - low):
+                raise ValueError("not all of its values are finite")
+            if image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PNG", "PPM"):
+                high = 65535
+            elif low == 0:
+                high = next((top for top in tops[image.mode != "F":] if high <= top), high)
+            image = Image.fromarray(((x - low) * (255 / max(high - low, 1e-30))).round().astype(np.uint8))
+        elif image.mode in ("P", "PA"):  # at once to RGB, Pillow would warn of transparent colours
+            image = image.convert("RGBA")
+        return image.convert("RGB")
+    except Exception as error:  # a damaged file can raise anything
+        raise OSError(f"cannot read image {file}: {error}") from None
 
-    Links are followed, but not into a folder that one is in. Hidden files and a run's own are passed over."""
-    formats, known = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}, Image.registered_extensions().items()
-    formats = {*Image.OPEN, "MPO"} - formats  # those Pillow recognises but leaves to other programs
-    suffixes = {suffix for suffix, format in known if format in formats}
-    found, skipped, above = [], Counter(), {}
-    for root, folders, files in os.walk(folder, onerror=fail, followlinks=True):
-        above[root] = {*above.get(os.path.dirname(root), ()), os.path.realpath(root)}
-        folders[:] = [name for name in folders if not name.startswith(".")
-                      and os.path.realpath(os.path.join(root, name)) not in above[root]]
-        own = RUN_FILES if {"args.json", "log.jsonl"} <= {*files} or "eval.jsonl" in files else ()
-        parts = Path(root).parts[len(folder.parts):]
-        for name in files:
-            suffix = os.path.splitext(name)[1].lower()
-            if name.startswith(".") or name in own:
-                continue
-            if suffix in suffixes:
-                found.append((*parts, name))
-            else:
-                broken = os.path.islink(path := os.path.join(root, name)) and not os.path.exists(path)
-                skipped["broken link" if broken else suffix or "without suffix"] += 1
+
+@dataclass
+class Images:
+    """A split of a data set."""
+    images: Tensor | list[str]  # uint8 (N, 3, H, W) on the device; the files, where they are large
+    labels: Tensor | None  # int64 (N,), -1 unknown
+    classes: list[str]
+    mean: tuple[float, ...]  # of pixels in [0, 1], per channel; so is std
+    std: tuple[float, ...]
+    image_size: int  # pixels of a side that the network sees
+    fingerprint: str = ""  # of names, labels and some content
+    source: str = ""  # in words: where they are from
+    unlabelled: str = ""  # in words: why there are no labels
+
+    def __getitem__(self, key):
+        """Of a file, by DataLoader's workers, which only decode and crop: uint8 views, what failed."""
+        index, seed, crops = key
+        views = [v2.RandomResizedCrop(size, scale) for size, scale in crops] or [
+            v2.Compose([v2.Resize(self.image_size * 256 // 224), v2.CenterCrop(self.image_size)])]
+        least = [size / math.sqrt(0.75 * max(scale[0], 0.01)) for size, scale in crops]
+        least = math.ceil(max(least, default=self.image_size * 256 / 224))
+        try:  # the smallest crop, of aspect 3/4, keeps `size` pixels
+            image, error = read_rgb(self.images[index], least), ""
+        except OSError as fault:  # as data: an exception would come with its traceback
+            image, error = Image.new("RGB", (1, 1)), str(fault)
+        if not crops:  # of a strip the middle: whole it would become as much longer as wider
+            longest = 4 * min(image.size)
+            image = v2.functional.center_crop(image, [min(v, longest) for v in image.size[::-1]])
+        torch.manual_seed(seed)
+        return [v2.functional.pil_to_tensor(view(image)) for view in views], error
+
+    def subset(self, index: Tensor) -> "Images":
+        """Some of the images, with labels."""
+        images = self.images
+        images = images[index.to(images.device)] if torch.is_tensor(images) else [images[i] for i in index]
+        return replace(self, images=images, labels=self.labels[index])
+
+    def read(self, rows: list, env: SimpleNamespace, workers=0, crops=(), seed=()):
+        """For each list of indices: uint8 batches on the device, of files one for each crop (size, scale),
+        drawn by seed and index; without crops one, of the centres. OSError for a file that is bad."""
+        if torch.is_tensor(self.images):
+            for row in rows:
+                x = self.images[torch.as_tensor(row).to(env.device, non_blocking=True)]
+                if not crops and x.shape[2:] != (self.image_size, self.image_size):
+                    x = v2.functional.resize(x, self.image_size)
+                    x = v2.functional.center_crop(x, self.image_size)
+                yield [x] * max(1, len(crops))
+            return
+        keys = [[(int(i), seed_for(*seed, int(i)), crops) for i in row] for row in rows]
+        for views, errors in torch.utils.data.DataLoader(
+                self, batch_sampler=keys, num_workers=min(workers, os.cpu_count()),
+                pin_memory=env.device.type == "cuda"):
+            if any(errors):
+                raise OSError(next(filter(None, errors)))
+            yield [view.to(env.device, non_blocking=True) for view in views]
+
+
+def files_below(folder: str, inside: tuple = ()):
+    """Paths of the files below a folder, sorted. Links are followed, but not to a folder that one is in.
+    Hidden files and a run's own are passed over."""
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    own = RUN_FILES if {"args.json", "eval.jsonl"} & {entry.name for entry in entries} else ()
+    inside = (*inside, os.path.realpath(folder))
+    for entry in entries:
+        is_folder = os.path.isdir(entry.path)  # entry.is_dir() raises where a link leads to itself
+        if not is_folder and not entry.name.startswith(".") and entry.name not in own:
+            yield entry.path
+        elif is_folder and not entry.name.startswith(".") and os.path.realpath(entry.path) not in inside:
+            yield from files_below(entry.path, inside)
+
+
+def find_images(folder: Path, only: set[str] | None = None) -> tuple[list[str], list[str], str]:
+    """Names of the image files below `folder`; the class of each: the folder there, or what Tiny ImageNet's
+    list says, or ""; in words, what other files there are. only: images of these classes."""
+    unread = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow leaves these to other programs
+    known = {suffix for suffix, kind in Image.registered_extensions().items()
+             if kind in {*Image.OPEN, "MPO"} - unread}
     table = folder / "val_annotations.txt"
-    rows = table.read_text().splitlines() if table.is_file() else ()
-    listed = dict(row.split("\t")[:2] for row in rows if "\t" in row)
-    kinds = {parts: listed.get(parts[-1], parts[0] if len(parts) > 1 else "") for parts in sorted(found)}
-    kinds = {parts: kind for parts, kind in kinds.items() if only is None or kind in only}
-    return list(kinds), list(kinds.values()), skipped
+    lines = table.read_text().splitlines() if table.is_file() else ()
+    listed = dict(line.split("\t")[:2] for line in lines if "\t" in line)
+    names, kinds, others = [], [], Counter()
+    for name in (os.path.relpath(path, folder) for path in files_below(str(folder))):
+        suffix, parts = os.path.splitext(name)[1].lower(), name.split(os.sep)
+        kind = listed.get(parts[-1], parts[0] if len(parts) > 1 else "")
+        if suffix not in known or not os.path.exists(folder / name):  # a broken link
+            others[suffix or "without suffix"] += 1
+        elif only is None or kind in only:
+            names.append(name)
+            kinds.append(kind)
+    return names, kinds, ", ".join(f"{n} {suffix}" for suffix, n in sorted(others.items()))
 
 
-def fingerprint(names, labels: Tensor | None, content: list) -> str:
-    """Hash of the files' names, the labels and some content (arrays)."""
-    digest = hashlib.blake2b(os.fsencode("\n".join("/".join(parts) for parts in names)), digest_size=8)
-    for part in ([] if labels is None else [labels.numpy()]) + content:
-        digest.update(part.tobytes())
-    return digest.hexdigest()
+def read_small(files: list[str], sample: list[str], size: int | None) -> Tensor | list[str]:
+    """All files as one uint8 tensor, each resized and cut to the size of nine in ten of `sample`, or else to
+    a square of the median shorter side; the files as they are if the median of the longer sides, or `size`,
+    is over 64 px."""
+    sizes = [read_rgb(file, 128).size for file in sample]
+    if median_low(map(max, sizes)) > 64 or (size or 0) > 64:
+        return files
+    shape, n = Counter(sizes).most_common(1)[0]
+    shape = shape if n >= 0.9 * len(sizes) else (median_low(map(min, sizes)),) * 2
+    images = (ImageOps.fit(read_rgb(file), shape, Image.Resampling.BILINEAR) for file in files)
+    return torch.stack([v2.functional.pil_to_tensor(image) for image in images])
 
 
-def load_files(name: str, root: Path, train: bool, size: int | None, limit: int | None, classes: str | None,
-               report: bool) -> Images | None:
+def load_files(name: str, root: Path, train: bool, size, limit, classes, report: bool) -> Images | None:
     """load_images of a data set of files."""
     hint = "put images there, a folder per class or all in one, or change --data-dir"
-    places = {"folder": [], "tinyimagenet": ["tiny-imagenet-200"], "imagenet100": ["imagenet100", "imagenet"]}
-    folder = next((root / place for place in places.get(name, [name]) if (root / place).is_dir()), root)
-    folders = next(os.walk(folder, onerror=lambda error: fail(f"no images in {folder} ({error}); {hint}")))[1]
-    splits = {SPLITS[p.lower()]: folder / p for p in sorted(folders) if p.lower() in SPLITS}
-    splits = splits or {"train": folder}
+    inside = {"folder": (), "tinyimagenet": ("tiny-imagenet-200",), "imagenet100": (name, "imagenet")}
+    folder = next((root / place for place in inside.get(name, (name,)) if (root / place).is_dir()), root)
+    try:
+        inner = sorted(path for path in folder.iterdir() if path.is_dir())
+        only = {line.strip() for line in open(classes)} - {""} if classes else None
+    except (OSError, ValueError) as error:
+        fail(f"no images in {folder} ({error}); {hint}" if not folder.is_dir() else f"--classes: {error}")
+    splits = {SPLITS[p.name.lower()]: p for p in inner if p.name.lower() in SPLITS} or {"train": folder}
     if "train" not in splits:
         fail(f"{folder} has a folder {min(splits.values()).name} but no folder train")
     if name == "imagenet100" and folder == root / "imagenet" and not classes:
         fail(f"{name} in {folder} needs --classes FILE, the name of a class folder on each line")
     order = ("test", "val") if report and name == "folder" else ("val", "test")  # others' test has no labels
     split = "train" if train else next((s for s in order if s in splits), None)
-    if split is None:
-        return None
-    try:
-        only = {*map(str.strip, Path(classes).read_text().splitlines())} - {""} if classes else None
-    except (OSError, ValueError) as error:
-        fail(f"cannot read --classes {classes}: {error}")
-    names, kinds, skipped = find_images(splits["train"], only)
-    lacking = min((only or set()) - {*kinds}, default=None if names else "")
-    if lacking is not None:
+    names, kinds, others = find_images(splits["train"], only)
+    for lacking in sorted((only or {""}) - {*kinds}) if only or not names else ():
         fail(f"no images in {splits['train'] / lacking}; {hint}")
-    known = [] if "" in kinds else sorted({*kinds})
-    sample = [os.path.join(splits["train"], *parts) for parts in names[::len(names) // 1000 + 1]]
-    if not train:
-        names, kinds, skipped = find_images(splits[split], only)
-    if not names:
+    known, flat = sorted({*kinds} - {""}), "" in kinds
+    sample = [str(splits["train"] / file) for file in names[::len(names) // 200 + 1]]  # both get one size
+    if split not in ("train", None):
+        names, kinds, others = find_images(splits[split], only)
+    if not names or split is None:
         return None
-    place, why, new = splits[split], "", sorted({*kinds} - {*known})
-    if "" in kinds and any(kinds):
-        why = f"{place / names[kinds.index('')][0]} lies beside the class folders"
-    elif known and "" in new:
-        why = f"{place} has no folder per class: sort its images into folders named as those of train"
-    elif known and new:
-        why = f"{place} has classes that train lacks: {', '.join(new[:5])}{', ...' * (len(new) > 5)}"
-    number, labels = {kind: i for i, kind in enumerate(known)}, None
-    if known and not why:
-        labels = torch.tensor([number[kind] for kind in kinds])
-    if limit and limit < len(names):  # of all classes, though they are sorted
+    lost = [file for file, kind in zip(names, kinds) if kind not in known]
+    why = f"{splits[split] / lost[0]} lies in no class folder of {splits['train']}" if lost else ""
+    labels = None if flat or lost else torch.tensor([known.index(kind) for kind in kinds])
+    if limit and limit < len(names):  # spread over all classes, though they are sorted
         keep = [i * len(names) // limit for i in range(limit)]
         names, labels = [names[i] for i in keep], None if labels is None else labels[keep]
-    files = [os.path.join(place, *parts) for parts in names]
+    files = [str(splits[split] / file) for file in names]
     try:
-        heads = [np.fromfile(file, np.uint8, 2**16) for file in files[::len(files) // 16 + 1]]
+        heads = [np.fromfile(file, np.uint8, 2**16).tobytes() for file in files[::len(files) // 16 + 1]]
         images = files if name.startswith("imagenet") else read_small(files, sample, size)
     except OSError as error:
         fail(error)
+    source = f"{splits[split]}" + (f" (skipped {others})" if others else "")
     size = size or (64 if name == "tinyimagenet" else 32 if torch.is_tensor(images) else 224)
-    source = f"from {root}"
-    if name == "folder" and {"val", "test"} <= {*splits}:
-        source += f" (test images: {splits['val'].name}; linear_eval.py takes {splits['test'].name})"
-    skipped = ", ".join(f"{n} {suffix}" for suffix, n in sorted(skipped.items()))
-    return Images(images, labels, known, *STATS.get(name, STATS["imagenet"]), size,
-                  fingerprint(names, labels, heads), source, skipped and f"{place}: {skipped}", why)
+    return Images(images, labels, [] if flat else known, *STATS["imagenet"], size,
+                  digest(names, labels is not None and labels.tolist(), heads), source, why if known else "")
 
 
 def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNamespace | None = None,
@@ -545,11 +645,11 @@ def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNames
     if name not in ("patterns", "cifar10", "cifar100", "stl10"):
         data = load_files(name, root, train, image_size, limit, classes, report)
         in_memory = data and torch.is_tensor(data.images)
-        return data._replace(images=data.images.to(env.device)) if in_memory else data
+        return replace(data, images=data.images.to(env.device)) if in_memory else data
     if classes:
         fail(f"--classes picks class folders, and {name} has none", 2)
     if name == "patterns":
-        (images, labels), names, source = patterns(train), list(PATTERNS), "generated"
+        (images, labels), names = patterns(train), list(PATTERNS)
     else:
         kind, split = getattr(datasets, name.upper()), dict(train=train)
         if name == "stl10":
@@ -557,123 +657,29 @@ def load_images(name: str, data_dir="data", train: bool = True, env: SimpleNames
         socket.setdefaulttimeout(20)
         hint = f"{name} is not in {root} and cannot be downloaded; put {kind.base_folder} there"
         data = on_rank0(lambda: kind(root, download=True, **split), env, hint) or kind(root, **split)
-        images, names, source = torch.from_numpy(data.data), data.classes, f"from {root}"
+        images, names = torch.from_numpy(data.data), data.classes
         images = images if name == "stl10" else images.permute(0, 3, 1, 2).contiguous()
         labels = torch.as_tensor(data.labels if name == "stl10" else data.targets).long()
     images, labels = images[:limit], labels[:limit]
-    few = [] if name == "patterns" else [images[::len(images) // 16 + 1].numpy()]  # patterns may be rounded
+    few = [] if name == "patterns" else images[::len(images) // 16 + 1].tolist()  # patterns may be rounded
     size = image_size or (64 if name == "stl10" else 32)
     return Images(images.to(env.device), labels, names, *STATS.get(name, STATS["imagenet"]), size,
-                  fingerprint([], labels, few), source)
+                  digest(labels.tolist(), few), name if name == "patterns" else f"{root}")
 
 
-def report_data(train: Images, test: Images | None, env: SimpleNamespace) -> dict:
-    """Say on rank 0 what was found. -> what tells these images from others, wherever they lie."""
-    splits = [split for split in (train, test) if split]
-    data = {"train_images": len(train.images), "test_images": len(test.images) if test else 0,
-            "classes": len(train.classes), "image_size": train.image_size,
-            "fingerprint": "-".join(split.fingerprint for split in splits)}
-    if env.rank == 0:
-        kinds = f"of {len(train.classes)} classes" if train.classes else "without labels"
-        print(f"{data['train_images']} training images {kinds}, {data['test_images']} test images, "
-              f"{train.image_size} px, {train.source}", flush=True)
-        for split in splits:
-            if split.skipped:
-                print(f"skipped, as no images, in {split.skipped}", flush=True)
-            if split.unlabelled:
-                print(f"warning: {split.unlabelled}; no k-NN", file=sys.stderr, flush=True)
-    return data
-
-
-@contextlib.contextmanager
-def opened(file: str):
-    """Pillow's image. Whatever is wrong with it becomes an OSError that names the file."""
-    try:
-        with Image.open(file) as image:
-            yield image
-    except Exception as error:  # a damaged file can raise anything
-        raise OSError(f"cannot read image {file}: {error}") from None
-
-
-def read_rgb(file: str) -> Image.Image:
-    """First frame, turned as EXIF says, in RGB: alpha is dropped; grey of 16 bits is scaled by their range,
-    of 32 bits by the image's own: to 1 (floats), 255, 65535 or its maximum, from its minimum if that is
-    below 0. OSError that names a file it cannot read."""
-    with opened(file) as image:
-        image.load()
-        with contextlib.suppress(Exception):  # a damaged tag spoils no picture
-            ImageOps.exif_transpose(image, in_place=True)
-        if image.mode[0] in "IF":
-            x = np.asarray(image).astype(float)
-            if not np.isfinite(x).all():
-                raise ValueError("not all of its values are finite")
-            low, high, tops = min(0, x.min()), x.max(), (1, 255, 65535) if image.mode == "F" else (255, 65535)
-            if image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PNG", "PPM"):
-                high = 65535
-            elif low == 0:
-                high = next((top for top in tops if high <= top), high)
-            image = Image.fromarray(((x - low) * (255 / max(high - low, 1e-30))).round().astype(np.uint8))
-        elif image.mode in ("P", "PA"):  # at once to RGB, Pillow would warn of transparent colours
-            image = image.convert("RGBA")
-        return image.convert("RGB")
-
-
-def read_small(files: list[str], sample: list[str], size: int | None) -> Tensor | list[str]:
-    """All files as one uint8 tensor, each resized and cut to the size of nearly all of `sample`, or to the
-    median of its shorter sides; the files if the median of the longer ones, or `size`, is over 64 px."""
-    def read(file):
-        image = read_rgb(file)
-        image = image if image.size == shape else ImageOps.fit(image, shape, Image.Resampling.BILINEAR)
-        return v2.functional.pil_to_tensor(image)
-
-    sides = []
-    for file in sample:
-        with opened(file) as image:
-            sides.append(max(image.size))
-    if median_low(sides) > 64 or (size or 0) > 64:
-        return files
-    sizes = Counter(read_rgb(file).size for file in sample)
-    shape, n = sizes.most_common(1)[0]
-    if n < 0.9 * len(sample):
-        shape = (median_low(map(min, sizes.elements())),) * 2
-    return torch.stack([read(file) for file in files])
-
-
-class ImageFiles:
-    """Large images for DataLoader workers, which only decode and crop: (seed, index) -> uint8 crops, one for
-    each (size, scale) in crops or else the centre of `size`; index; error."""
-
-    def __init__(self, files: list[str], size: int, crops=()):
-        self.files, self.size, self.crops = files, size, crops
-
-    def __getitem__(self, key):
-        views = [v2.RandomResizedCrop(size, scale) for size, scale in self.crops]
-        views = views or [v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size)])]
-        try:
-            image = read_rgb(self.files[key[1]])
-            if not self.crops:  # of a strip the middle: whole it would become as much longer as wider
-                longest = 4 * min(image.size)
-                image = v2.functional.center_crop(image, [min(v, longest) for v in image.size[::-1]])
-        except OSError as error:  # sent as data: an exception would come with its traceback
-            sizes = [size for size, _ in self.crops] or [self.size]
-            return [torch.zeros(3, size, size, dtype=torch.uint8) for size in sizes], key[1], str(error)
-        torch.manual_seed(key[0])
-        return [v2.functional.pil_to_tensor(view(image)) for view in views], key[1], ""
-
-
-def read_files(data: Images, keys: list, crops, workers: int, env: SimpleNamespace, ends: bool = True):
-    """Yield (list of uint8 view batches on the device, index) for each list of (seed, index) keys. An
-    unreadable file ends the program, or else is an OSError."""
-    loader = torch.utils.data.DataLoader(
-        ImageFiles(data.images, data.image_size, crops), batch_sampler=keys,
-        num_workers=min(workers, os.cpu_count()), pin_memory=env.device.type == "cuda")
-    for views, index, errors in loader:
-        if any(errors) and not ends:
-            raise OSError(next(filter(None, errors)))
-        if any(errors):  # this rank alone knows
-            say(f"error: {next(filter(None, errors))}", sys.stderr)
-            os._exit(1)
-        yield [view.to(env.device, non_blocking=True) for view in views], index
+def load_splits(args: argparse.Namespace, env: SimpleNamespace) -> tuple[Images, Images | None]:
+    """Training and test images as the flags say, and a line that says what was found."""
+    train = load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images, True,
+                        args.classes)
+    test = load_images(args.dataset, args.data_dir, False, env, train.image_size, classes=args.classes)
+    kinds = f"of {len(train.classes)} classes" if train.classes else "without labels"
+    tests = f"{len(test.images)} test images" if test else "no test images"
+    sources = " and ".join(dict.fromkeys(data.source for data in (train, test) if data))
+    say(f"{len(train.images)} training images {kinds}, {tests}, {train.image_size} px, from {sources}")
+    for data in (train, test):
+        if data and data.unlabelled:
+            say(f"warning: {data.unlabelled}; no k-NN", sys.stderr)
+    return train, test
 
 
 def batches(data: Images, epoch: int, batch_size: int, env, seed: int, views, workers=0, first=0):
@@ -681,42 +687,43 @@ def batches(data: Images, epoch: int, batch_size: int, env, seed: int, views, wo
 
     views: an Augment per view. The order depends on (seed, epoch), each other draw on (seed, epoch, batch,
     rank), so that a run can go on inside an epoch with no random state saved."""
-    n, in_memory = len(data.images) // batch_size * batch_size, torch.is_tensor(data.images)
+    n, crops = len(data.images) // batch_size * batch_size, [(view.size, view.crop_scale) for view in views]
     order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(seed_for(seed, epoch)))
     order = order[:n].view(-1, env.world_size, batch_size // env.world_size)[first:, env.rank]
-    if in_memory:
-        source = (([data.images[index]] * len(views), index) for index in order.to(env.device))
-    else:
-        keys = [[(seed_for(seed, epoch, i), i) for i in row] for row in order.tolist()]
-        source = read_files(data, keys, [(view.size, view.crop_scale) for view in views], workers, env)
-    labels = None if data.labels is None else data.labels.to(env.device)
-    for i, (images, index) in enumerate(source, first):
+    source = data.read(order, env, workers, crops, (seed, epoch))
+    for i, (row, images) in enumerate(zip(order, source), first):
         torch.manual_seed(seed_for(seed, epoch, i, env.rank))
-        x = [view(x, crop=in_memory) for view, x in zip(views, images)]
-        yield x, None if labels is None else labels[index.to(env.device)]
+        x = [view(x, crop=torch.is_tensor(data.images)) for view, x in zip(views, images)]
+        yield x, None if data.labels is None else data.labels[row].to(env.device, non_blocking=True)
+
+
+def fixed_batch(data: Images, args, env: SimpleNamespace, views) -> list[Tensor]:
+    """The same views of the same images at every call, on every rank: to draw pictures of."""
+    alone, n = SimpleNamespace(rank=0, world_size=1, device=env.device), min(args.batch_size, 512)
+    return next(batches(data, -1, n, alone, args.seed, views, args.workers))[0]
+
+
+
+# evaluation
 
 
 @torch.no_grad()
-def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision="auto", workers=0, chunk=500):
+def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision="auto", workers=0, chunk=250):
     """Backbone features (N, feature_dim) of all images, in order, on every rank; eval mode, centre crop.
 
     Ranks take whole chunks in turn: the chunks, and the numbers, are the same at every world size. Fault for
     an unreadable file, features that are not finite, and whatever else stops a rank."""
-    n, size, in_memory = len(data.images), data.image_size, torch.is_tensor(data.images)
     mean, std = (torch.tensor(v, device=env.device).view(3, 1, 1) for v in (data.mean, data.std))
-    rows = [range(i, min(i + chunk, n)) for i in range(0, n, chunk)][env.rank::env.world_size]
-    source = (([data.images[r.start:r.stop]], r) for r in rows) if in_memory else read_files(
-        data, [[(0, i) for i in r] for r in rows], (), workers, env, ends=False)
+    rows = torch.arange(len(data.images)).split(chunk)[env.rank::env.world_size]
+    training = backbone.training
     with together(env):
-        training, result = backbone.training, torch.zeros(n, backbone.feature_dim, device=env.device)
+        result = torch.zeros(len(data.images), backbone.feature_dim, device=env.device)
         backbone.eval()
-        bar = tqdm(zip(rows, source), "features", len(rows), leave=False, disable=True if env.rank else None)
-        for r, ((x,), _) in bar:
-            if x.shape[2:] != (size, size):
-                x = v2.functional.center_crop(v2.functional.resize(x, size), size)
+        bar = tqdm(rows, "features", leave=False, disable=True if env.rank else None)
+        for row, (x,) in zip(bar, data.read(rows, env, workers)):
             with autocast(env.device, precision):
                 x = ((x / 255 - mean) / std).to(memory_format=torch.channels_last)
-                result[r.start:r.stop] = backbone(x).float()
+                result[row[0]:row[-1] + 1] = backbone(x).float()
         backbone.train(training)
         if not result.isfinite().all():
             raise ValueError("the features are not finite")
@@ -729,47 +736,75 @@ def features(backbone: nn.Module, data: Images, env: SimpleNamespace, precision=
 def knn_accuracy(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor,
                  k: int = 200, tau: float = 0.1, chunk: int = 256) -> float:
     """Accuracy in [0, 1] of a vote, with weight exp(sim / tau), of the k rows of train_x (N, D) that are
-    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N.
-
-    Lists of k and of tau: a list of lists, [k][tau], at the price of one search for neighbours."""
-    ks, taus = (v if isinstance(v, list) else [v] for v in (k, tau))
-    n_classes, correct = int(train_y.max()) + 1, [[0] * len(taus) for _ in ks]
-    bank = F.normalize(train_x.float(), dim=1).T
+    nearest by cosine to a row of test_x (M, D) (Wu et al., arXiv 1805.01978). Memory: chunk x N."""
+    train_y, test_y = train_y.to(train_x.device), test_y.to(test_x.device)
+    bank, correct = F.normalize(train_x.float(), dim=1).T, 0
     for x, y in zip(F.normalize(test_x.float(), dim=1).split(chunk), test_y.split(chunk)):
-        similarity, index = (x @ bank).topk(min(max(ks), len(train_x)), dim=1)
-        similarity, labels = similarity - similarity[:, :1], train_y[index]  # same vote, no overflow
-        for row, k_ in zip(correct, ks):
-            for i, tau_ in enumerate(taus):
-                weight = (similarity[:, :k_] / tau_).exp()
-                votes = torch.zeros(len(x), n_classes, device=x.device)
-                votes.scatter_add_(1, labels[:, :k_], weight)
-                row[i] += (votes.argmax(1) == y).sum().item()
-    accuracies = [[n / max(1, len(test_y)) for n in row] for row in correct]
-    return accuracies if isinstance(k, list) or isinstance(tau, list) else accuracies[0][0]
-
-
-def knn(train_x, train_y, test_x, test_y, env: SimpleNamespace, **options) -> float:
-    """knn_accuracy on env.device, the test rows shared out over the ranks."""
-    with together(env):
-        x, y = test_x[env.rank::env.world_size], test_y[env.rank::env.world_size].to(env.device)
-        accuracy = knn_accuracy(train_x, train_y.to(env.device), x, y, **options)
-        hits = torch.tensor(accuracy, dtype=torch.float64) * len(y)
-    if env.world_size > 1:
-        dist.all_reduce(hits)
-    return (hits.round() / len(test_y)).tolist()
+        similarity, index = (x @ bank).topk(min(k, len(train_x)), dim=1)
+        weight = ((similarity - similarity[:, :1]) / tau).exp()  # the same vote, no overflow
+        votes = torch.zeros(len(x), int(train_y.max()) + 1, device=x.device)
+        correct += (votes.scatter_add_(1, train_y[index], weight).argmax(1) == y).sum().item()
+    return correct / max(1, len(test_y))
 
 
 def rankme(x: Tensor) -> float:
     """Effective rank of features (N, D), 1 to min(N, D): exp(-sum p log p), p = singular values over their
     sum (Garrido et al., arXiv 2210.02885)."""
     s = torch.linalg.svdvals((x.cpu() if x.is_mps else x).double())  # mps has no float64
-    p = s / s.sum()
-    return torch.special.entr(p).sum().exp().item()
+    return torch.special.entr(s / s.sum()).sum().exp().item()
 
 
-def embedding_std(z: Tensor) -> float:
-    """Std over z's l2-normalised rows (N, D), mean over dimensions, times sqrt(D): 1 spread, 0 collapsed."""
-    return F.normalize(z.float(), dim=1).std(0).mean().item() * z.shape[1] ** 0.5
+class Probe:
+    """Online linear probe: a classifier of the features as they are learnt, to watch them by."""
+
+    def __init__(self, feature_dim: int, data: Images, env: SimpleNamespace):
+        classifier = nn.Linear(feature_dim, max(1, len(data.classes)))
+        # the features' scale changes meanwhile, so standardise them
+        self.net = nn.Sequential(nn.BatchNorm1d(feature_dim, affine=False), classifier).to(env.device)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.world_size = env.world_size
+
+    def step(self, h: Tensor, y: Tensor | None) -> dict[str, Tensor]:
+        """A step on this rank's features h, of one view or more, and labels y (-1: unknown). Its accuracy."""
+        if y is None:
+            return {}
+        y = y.repeat(len(h) // len(y))
+        logits, known = self.net(h.detach().float()), (y >= 0).sum().clamp(min=1)
+        self.optimizer.zero_grad()
+        (F.cross_entropy(logits, y, ignore_index=-1, reduction="sum") / known).backward()
+        for p in self.net.parameters() if self.world_size > 1 else ():
+            dist.all_reduce(p.grad.div_(self.world_size))
+        self.optimizer.step()
+        return {"probe_accuracy": (logits.argmax(1) == y).sum() / known}
+
+
+def evaluate(backbone: nn.Module, probe: Probe, train: Images, test: Images, args, env, k: int = 20,
+             tau: float = 0.1, initial: nn.Module | None = None) -> dict[str, float]:
+    """Test accuracies, as log.jsonl names them: knn_accuracy, whose bank are up to 50,000 labelled training
+    images, and probe_test_accuracy; with `initial`, the network before training, and images in memory also
+    knn_init and knn_pixels. Fault if it fails."""
+    for buffer in backbone.buffers() if env.world_size > 1 else ():  # BatchNorm's, each process's own on CPUs
+        dist.broadcast(buffer, 0)
+    with together(env):
+        keep = (train.labels >= 0).nonzero()[:, 0]
+        bank = train.subset(keep[::max(1, math.ceil(len(keep) / 50000))])
+
+    def embed(network):
+        return [features(network, data, env, args.precision, args.workers) for data in (bank, test)]
+
+    pairs = {"knn_accuracy": embed(backbone)}
+    if initial is not None and torch.is_tensor(bank.images) and torch.is_tensor(test.images):
+        pairs["knn_init"] = embed(initial)
+    with together(env):
+        if "knn_init" in pairs:
+            pairs["knn_pixels"] = [x.images.flatten(1) / 255 for x in (bank, test)]
+        hits = probe.net.eval()(pairs["knn_accuracy"][1]).argmax(1).cpu() == test.labels
+        accuracies = {name: knn_accuracy(x, bank.labels, test_x, test.labels, k, tau)
+                      for name, (x, test_x) in pairs.items()}
+    return {**accuracies, "probe_test_accuracy": hits.float().mean().item()}
+
+
+# files and pictures
 
 
 def write_file(path, write):
@@ -784,7 +819,7 @@ def write_file(path, write):
     except (OSError, RuntimeError) as error:
         raise OSError(f"cannot write {path}: {error}; free space there or choose another folder") from None
     finally:
-        if temporary.exists():
+        if temporary.exists():  # unlink(missing_ok=True) raises where the folder is a file
             temporary.unlink()
 
 
@@ -797,66 +832,81 @@ def load_checkpoint(path) -> dict:
     """Read a checkpoint onto the CPU as data: no code in it runs. ValueError if missing or damaged."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        return {**state}
     except FileNotFoundError:
         raise ValueError(f"no file {path}") from None
     except Exception as error:  # a damaged file can raise anything
         reason = " ".join(str(error).split())[:60]
         raise ValueError(f"{path} is damaged or not a checkpoint ({reason})") from None
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
-    return state
 
 
-def unlike(wanted: dict, found: dict) -> str:
-    """How state dict `found` differs from `wanted`: the first key missing, the first unexpected, else the
-    first of another shape, in words; nothing if it loads."""
-    odd = [f"no {key}" for key in wanted if key not in found][:1]
-    odd += [f"an unexpected {key}" for key in found if key not in wanted][:1]
-    shapes = [[tuple(getattr(v[k], "shape", ())) for v in (found, wanted)] + [k] for k in wanted if not odd]
-    odd += [f"{key} of shape {a}, not {b}" for a, b, key in shapes if a != b][:1]
-    return " and ".join(odd)
+def heatmaps(*matrices: Tensor) -> Tensor:
+    """Square matrices side by side, 512 px each: white is 0, red a matrix's largest magnitude, blue its
+    negative. -> picture (3, H, W)"""
+    pictures = []
+    for m in matrices:
+        m = F.interpolate((m / m.abs().max().clamp(min=1e-12)).float()[None, None], (512, 512))[0, 0].cpu()
+        pictures.append(torch.stack([1 + m.clamp(max=0), 1 - m.abs(), 1 - m.clamp(min=0)]))
+    return utils.make_grid(pictures, padding=4, pad_value=1)
 
 
-def grid(x: Tensor, data: Images, columns: int) -> Tensor:
+def grid(x: Tensor, columns: int) -> Tensor:
     """Normalised images (N, 3, H, W) as one picture, small ones enlarged to about 64 px."""
-    mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
-    x = F.interpolate(x * std + mean, scale_factor=max(1, 64 // x.shape[3]))  # nearest
-    return utils.make_grid(x, nrow=columns)
+    return utils.make_grid(F.interpolate(x, scale_factor=max(1, 64 // x.shape[3])), columns, normalize=True)
 
 
-COLOURS = ((0.1, 0.1, 0.5), (0.2, 0.5, 0.8), (0.95, 0.6, 0.2), (0.2, 0.6, 0.2), (0.8, 0.15, 0.15),
-           (0.55, 0.3, 0.7), (0.45, 0.3, 0.2), (0.9, 0.4, 0.7), (0.4, 0.7, 0.65), (0.4, 0.4, 0.4))
+COLOURS = ("navy", "dodgerblue", "orange", "green", "crimson", "purple", "peru", "hotpink", "teal", "grey")
 
 
-def chart(curves: list[Tensor], texts: dict[str, tuple], level: float | list[float] = 0.0) -> Tensor:
-    """Curves, a value in [0, 1] or nan for each column, in COLOURS: blue, light blue, orange, ..., over grey
-    lines at `level`; texts at (left, top), or (left, top, i) in the i-th colour. -> picture (3, 256, columns
-    + 16)"""
-    image = torch.ones(3, 240, len(curves[0]))
-    image[:, (239 * (1 - torch.tensor(level))).round().long()] = 0.8
-    for curve, colour in zip(curves, COLOURS):
-        y = (239 * (1 - curve.clamp(0, 1))).round().tolist()
-        for x, (a, b) in enumerate(zip(y[:-1], y[1:])):
-            if not math.isnan(a + b):
-                image[:, int(min(a, b)):int(max(a, b)) + 2, x:x + 2] = torch.tensor(colour)[:, None, None]
-    picture = v2.functional.to_pil_image(F.pad(image, (8, 8, 8, 8), value=1))
-    for text, (left, top, *i) in texts.items():
-        colour = tuple(round(255 * v) for v in COLOURS[i[0]]) if i else (0, 0, 0)
-        ImageDraw.Draw(picture).text((left + 8, top + 8), text, colour)
+def plot(title: str, curves: dict, low: float | None = None, high: float | None = None) -> Tensor:
+    """Lines through points, {name: (x values, y values)}, in COLOURS, beside their names and between axes.
+    Points that are not finite are left out, those beyond low and high lie there. -> picture (3, 256, 640)"""
+    curves = {name: torch.stack([torch.as_tensor(v, dtype=torch.double) for v in curve])
+              for name, curve in curves.items()}
+    x, y = torch.cat([*curves.values(), torch.full((2, 1), math.nan)], dim=1)
+    (x0, x1), (y0, y1) = ((v[v.isfinite()].min().item(), v[v.isfinite()].max().item()) for v in (x, y))
+    y0, y1 = y0 if low is None else low, y1 if high is None else high
+    picture = Image.new("RGB", (640, 256), "white")
+    pen = ImageDraw.Draw(picture)
+
+    def at(x, y):
+        return 60 + 330 * (x - x0) / (x1 - x0 or 1), 226 - 196 * (min(max(y, y0), y1) - y0) / (y1 - y0 or 1)
+
+    for i in range(5):
+        tick_x, tick_y = x0 + (x1 - x0) * i / 4, y0 + (y1 - y0) * i / 4
+        pen.line([at(x0, tick_y), at(x1, tick_y)], "lightgrey")
+        pen.text((4, at(x0, tick_y)[1] - 6), f"{tick_y:.4g}", "black")
+        pen.text((at(tick_x, y0)[0] - 6, 232), f"{tick_x:.4g}", "black")
+    pen.text((60, 8), title, "black")
+    for i, (name, curve) in enumerate(curves.items()):
+        points = [at(*point) for point in curve[:, curve.isfinite().all(0)].T.tolist()]
+        pen.line(points, COLOURS[i], 2)
+        for x, y in points[:1] if len(points) == 1 else ():  # a line through one point is invisible
+            pen.ellipse([x - 2, y - 2, x + 2, y + 2], COLOURS[i])
+        pen.text((402, 24 + 14 * i), name[-38:], COLOURS[i])
     return v2.functional.pil_to_tensor(picture) / 255
 
 
-def heatmaps(matrices: list[Tensor]) -> Tensor:
-    """Square matrices, the first 512 rows and columns of each, side by side, small ones enlarged. -> picture
-    (3, H, W): white is 0, red the largest magnitude of a matrix, blue its negative."""
-    matrices = [(m.float() / m.abs().max().clamp(min=1e-12))[:512, :512].cpu() for m in matrices]
-    side, pictures = max(256, *map(len, matrices)), []
-    for m in matrices:
-        m = m.repeat_interleave(-(-side // len(m)), 0).repeat_interleave(-(-side // len(m)), 1)
-        pictures.append(torch.stack([1 + m.clamp(max=0), 1 - m.abs(), 1 - m.clamp(min=0)]))
-    height = max(len(picture[0]) for picture in pictures)
-    pad = [(4, 4, 4, 4 + height - len(picture[0])) for picture in pictures]
-    return torch.cat([F.pad(*picture, value=1) for picture in zip(pictures, pad)], dim=2)
+# command line
+
+
+def number(low: float, high: float, kind=float):
+    """For argparse: reads a number from low to high."""
+    def read(text: str):
+        if not low <= (value := kind(text)) <= high:
+            raise ValueError
+        return value
+    read.__name__ = f"{'whole ' * (kind is int)}number from {low:g} to {high:g}"  # argparse's word for it
+    return read
+
+
+count, side, whole = number(1, 10**7, int), number(1, 2**16, int), number(0, 2**63 - 1, int)
+rate, positive, fraction = number(0, 1e30), number(1e-30, 1e30), number(0, 1)
+
+
+def widths(text: str) -> str:
+    """For argparse: A-B-C."""
+    return "-".join(str(side(width)) for width in text.split("-"))
 
 
 def add_machine_args(parser):
@@ -866,47 +916,21 @@ def add_machine_args(parser):
     add("--data-dir", type=os.path.expanduser, default="data", help="where the data set is")
     add("--classes", type=os.path.expanduser, metavar="FILE", help="use the class folders named there only")
     add("--seed", type=whole, default=0, help="of everything random")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto: the fastest there is")
     add("--precision", default="auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 where it is faster")
     add("--workers", type=whole, default=4, help="processes that decode large images")
 
 
-def within(kind, low, high, text: str):
-    """For argparse, as partial(within, int or float, low, high): a number from low to high."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        whole = "whole " if kind is int else ""
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a {whole}number from {low:g} to {high:g}")
-    return value
-
-
-count = partial(within, int, 1, 10**7)
-side = partial(within, int, 1, 2**16)
-whole = partial(within, int, 0, 2**63 - 1)
-rate = partial(within, float, 0, 1e30)
-positive = partial(within, float, 1e-30, 1e30)
-fraction = partial(within, float, 0, 1)
-
-
-def layers(text: str) -> str:
-    """For argparse: widths, A-B-C."""
-    return "-".join(str(side(width)) for width in text.split("-"))
-
-
 def add_run_args(parser):
-    """The flags that all training scripts share. Default None: the data set's recipe says."""
+    """The flags that all training scripts share. Without a default here, the data set's recipe has it."""
     add_machine_args(parser)
     add = parser.add_argument
-    add("--dataset", default="patterns", choices=DATASETS)
-    add("--out", type=os.path.expanduser,
-        help="run folder (default runs/SCRIPT-DATASET); the same command again goes on there")
+    add("--dataset", default="patterns", choices=DATASETS, help="what to train on; decides the recipe")
+    add("--out", type=os.path.expanduser, help="run folder; the same command again goes on there")
     add("--image-size", type=side, help="pixels the network sees; 64 or less: 3x3 stem")
-    add("--arch", choices=("resnet18", "resnet34", "resnet50"))
+    add("--arch", choices=("resnet18", "resnet34", "resnet50"), help="backbone")
     add("--width", type=side, help="channels of the first stage")
-    add("--projector", type=layers, help="widths of its layers, A-B-D")
+    add("--projector", type=widths, help="widths of its layers, A-B-D")
     add("--epochs", type=count, help="length of the schedule")
     add("--batch-size", type=count, help="images per step over all processes")
     add("--base-lr", type=rate, help="learning rate per 256 images of the batch")
@@ -915,36 +939,45 @@ def add_run_args(parser):
     add("--limit-images", type=count, help="train on so many images; of files every k-th")
     add("--compile", action="store_true", help="torch.compile the network")
     add("--save-every", type=count, default=1, help="epochs between checkpoints")
-    add("--eval-every", type=count, help="epochs between k-NN (default: a twentieth of --epochs)")
+    add("--eval-every", type=count, help="epochs between k-NN; without it a twentieth of --epochs")
     add("--max-steps", type=count, help="stop after so many steps in all, of the same schedule")
 
 
-def parse_run_args(parser, recipes: dict, argv=None):
-    """The command line over the data set's recipe over the defaults."""
-    parser.set_defaults(**recipes[parser.parse_known_args(argv)[0].dataset])
+def chosen(argv: list[str] | None, flag: str, default: str) -> str:
+    """What the command line says to `flag`, before it is parsed, as that decides other flags' defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(flag, nargs="?", default=default, dest="value")
+    return parser.parse_known_args(argv)[0].value
+
+
+def parse_run_args(parser, recipes: dict, argv=None) -> argparse.Namespace:
+    """The command line over the data set's recipe over the defaults, all of which --help shows."""
+    dataset = chosen(argv, "--dataset", "patterns")
+    parser.set_defaults(out=f"runs/{Path(parser.prog).stem}-{dataset}", **recipes.get(dataset, {}))
+    for action in parser._actions:
+        if parser.get_default(action.dest) not in (None, False, argparse.SUPPRESS):
+            action.help += " (default %(default)s)"
     args = parser.parse_args(argv)
-    args.out = args.out or f"runs/{Path(parser.prog).stem}-{args.dataset}"
     args.eval_every = args.eval_every or max(1, args.epochs // 20)
     return args
 
 
-# Settings that cannot change the result; the others must be the same for a run to go on in its folder.
-FREE = {"max_steps", "device", "workers", "data_dir", "classes", "save_every", "eval_every", "compile",
-        "out"}
+# the run
+
+# Settings that may differ when a run goes on in its folder; the images themselves have their fingerprint.
+FREE = {"max_steps", "device", "workers", "data_dir", "classes", "save_every", "eval_every", "compile", "out"}
 
 
 class Run:
-    """Folder and books of a training: opens or resumes it, hands out batches, logs, saves, draws, evaluates.
+    """A run folder, and how far the training in it is. It changes no weight but by loading a checkpoint.
 
-    views: an Augment per view. picture(z1, z2, args) -> matrices to draw, for one fixed batch in eval mode.
-    k, tau: of the k-NN that watches the training.
-    model.backbone is evaluated; what must survive a restart is in the state_dict of model or optimizer."""
+    An epoch: batches() gives steps, log() books each, save() sums up and writes the checkpoint, attempt() and
+    draw() are for what may fail, end_epoch() writes the log line. A run that was killed between save() and
+    end_epoch() owes the line: epochs() then gives that epoch again, without steps."""
 
-    def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, views, picture,
-                 k: int = 20, tau: float = 0.1):
-        self.args, self.env, self.train, self.test = args, env, train, test
-        self.out, self.model, self.views, self.picture = Path(args.out), model, views, picture
-        self.k, self.tau = k, tau
+    def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, probe: Probe):
+        self.args, self.env, self.data, self.out = args, env, train, Path(args.out)
+        self.model, self.probe = model, probe
         if args.batch_size % env.world_size:
             fail(f"--batch-size {args.batch_size} does not divide by {env.world_size} processes", 2)
         if args.batch_size < 2 * env.world_size:
@@ -955,17 +988,14 @@ class Run:
         self.total_steps = args.epochs * self.steps_per_epoch
         self.warmup_steps = round(args.warmup_epochs * self.steps_per_epoch)
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
-        self.initial, self.flying, self.signal = copy.deepcopy(model.backbone), [], 0
-        d = model.backbone.feature_dim  # the features' scale changes as they are learnt, so standardise them
-        self.probe = nn.Sequential(nn.BatchNorm1d(d, affine=False), nn.Linear(d, max(1, len(train.classes))))
-        probe_optimizer = torch.optim.SGD(self.probe.to(env.device).parameters(), lr=0.1, momentum=0.9)
-        self.parts = dict(model=model, optimizer=optimizer, probe=self.probe, probe_optimizer=probe_optimizer)
+        self.tested = test and test.labels is not None
+        self.late, self.terms = None, ()  # the last step's loss, not looked at yet; names of the loss's terms
+        self.signal = 0
+        self.parts = dict(model=model, optimizer=optimizer, probe=probe.net, probe_optimizer=probe.optimizer)
         on_rank0(self.lock, env)
-        self.resume()
-        alone, n = SimpleNamespace(rank=0, world_size=1, device=env.device), min(args.batch_size, 512)
-        self.fixed, _ = next(batches(train, -1, n, alone, args.seed, views[:2], args.workers))
-        pairs = torch.stack([x[:32] for x in self.fixed], 1).flatten(0, 1)
-        self.draw("views.png", lambda: grid(pairs, train, 16))
+        self.resume({"train_images": len(train.images), "test_images": len(test.images) if test else 0,
+                     "classes": len(train.classes), "image_size": train.image_size,
+                     "fingerprint": "-".join(data.fingerprint for data in (train, test) if data)})
         for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup's
                 signal.signal(number, lambda number, frame: setattr(self, "signal", number))
@@ -974,210 +1004,168 @@ class Run:
         """Refuse a folder that another process writes to. A record lock ends with its process, however that
         ends, is not inherited by workers, and holds over NFS."""
         self.out.mkdir(parents=True, exist_ok=True)
-        try:
-            import fcntl  # Windows has none
+        with contextlib.suppress(ImportError):  # Windows has none
+            import fcntl
             self.locked = open(self.out / ".lock", "a")
-        except (ImportError, OSError):  # nor can anybody else write
-            return
-        try:
-            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # another one: a file system without locks
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(f"another process trains in {self.out}; wait for it or choose another --out")
+            try:
+                fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # another one: a file system without locks
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise ValueError(f"another process trains in {self.out}; wait or choose another --out")
 
-    def resume(self):
+    def resume(self, data: dict):
         """Check that the folder holds this run or nothing; take up its checkpoint and cut its log there."""
         settings = {k: v for k, v in vars(self.args).items() if k not in FREE}
-        data = report_data(self.train, self.test, self.env)
         arguments, checkpoint, log = (self.out / name for name in ("args.json", "checkpoint.pt", "log.jsonl"))
+        state, now = {"step": 0, "sums": {}, "seconds": 0.0, "row": {}}, {"settings": settings, "data": data}
         try:
-            old = json.loads(arguments.read_text()) if arguments.exists() else {"settings": settings}
-            pairs = ("settings", old["settings"], settings), ("images", old.get("data", data), data)
-            for what, old, new in pairs:
-                other = [f"{k} {old.get(k)} (now {new.get(k)})" for k in {**old, **new}
-                         if old.get(k) != new.get(k)]
+            with together(self.env):  # all have read before rank 0 writes
+                before = {**now, **(json.loads(arguments.read_text()) if arguments.exists() else {})}
+                other = [f"{k} {before[part].get(k)} (now {now[part].get(k)})" for part in now
+                         for k in {**before[part], **now[part]} if before[part].get(k) != now[part].get(k)]
                 if other:
-                    raise ValueError(f"it holds a run with other {what}, " + ", ".join(other))
-            state = {"step": 0, "sums": {}, "seconds": 0.0, "row": None}
-            state = load_checkpoint(checkpoint) if checkpoint.exists() else state
-            for name, part in self.parts.items() if checkpoint.exists() else ():
-                odd = unlike(part.state_dict(), state.get(name, state))
-                if odd:
-                    raise ValueError(f"the {name} in {checkpoint.name} is another's, it has {odd}")
-                part.load_state_dict(state[name])
-            self.step, self.seconds, self.row = state["step"], state["seconds"], state["row"]
-            self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            fail(f"cannot go on in {self.out}: {error}; choose another --out")
+                    raise ValueError(f"it holds another run: {', '.join(other)}")
+                lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+                rows = [json.loads(line) for line in lines if line.endswith("\n")]
+                if checkpoint.exists():
+                    state = load_checkpoint(checkpoint)
+                    for name, part in self.parts.items():
+                        part.load_state_dict(state.get(name, {}))
+                self.step, self.seconds = state["step"], state["seconds"]
+                self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
+                done, whole = self.step >= self.last_step, self.step // self.steps_per_epoch
+                self.rows = [row for row in rows if done or row["epoch"] <= whole]
+                row, logged = state["row"], any(row["step"] >= self.step for row in self.rows)
+        except Fault as fault:
+            fail(f"cannot go on in {self.out}: {str(fault)[:300]}; choose another --out")
+        self.owed = self.step == row.get("step") and not logged and (done or row["epoch"] <= whole)  # a kill
+        self.row = row if self.owed else {}
 
-        def write():  # keep the log lines of whole epochs; does the checkpoint's lack, after a kill between?
-            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-            done, whole = self.step >= self.last_step, self.step // self.steps_per_epoch
-            rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
-            rows = [(line, row) for line, row in rows if done or row["epoch"] <= whole]
-            owed = self.row and (done or self.row["epoch"] <= whole) and self.row["step"] == self.step
-            owed = owed and all(row["step"] < self.step for _, row in rows)
-            if owed or not done:
-                text = {"script": Path(sys.argv[0]).stem, "data": data, "settings": settings,
-                        "all": vars(self.args)}
-                text = json.dumps(text, indent=1)
-                write_file(arguments, lambda file: file.write(text.encode()))
-                write_file(log, lambda file: file.write("".join(line for line, _ in rows).encode()))
-            return owed
-        self.owed = largest(on_rank0(write, self.env) or 0, self.env)
+        def write():
+            about = {"script": Path(sys.argv[0]).stem, **now, "all": vars(self.args)}
+            write_file(arguments, lambda file: file.write(json.dumps(about, indent=1).encode()))
+            lines = [f"{json.dumps(row)}\n".encode() for row in self.rows]
+            write_file(log, lambda file: file.writelines(lines))
+        if self.owed or not done:
+            on_rank0(write, self.env)
 
     def epochs(self):
-        """The epochs yet to run, the current one included; none if the run is at its end."""
+        """The epochs to run, from the one under way; before them one that owes its log line."""
         if self.owed:
-            self.report()
-        if self.step >= self.last_step:
-            if self.env.rank == 0:
-                print(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
-            return
-        yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
+            yield self.row["epoch"] - 1
+        elif self.step >= self.last_step:
+            say(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
+        if self.step < self.last_step:
+            yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
 
-    def batches(self, epoch: int):
-        """(step, views, labels) for the rest of an epoch. SIGTERM or Ctrl-C: checkpoint, exit 143 or 130."""
+    def batches(self, epoch: int, views):
+        """(step, views, labels) for the rest of an epoch. A signal: checkpoint, and exit."""
+        if self.owed:
+            return
         args, first, start = self.args, self.step - epoch * self.steps_per_epoch, time.perf_counter()
+        self.row, self.late = {}, None
         self.bar = tqdm(desc=f"epoch {epoch + 1}/{args.epochs}", total=self.steps_per_epoch * args.batch_size,
                         initial=first * args.batch_size, unit="images", unit_scale=True, leave=False,
                         disable=True if self.env.rank else None)
-        for views, y in batches(self.train, epoch, args.batch_size, self.env, args.seed, self.views,
-                                args.workers, first):
-            if stop := largest(self.signal, self.env):
+        shares = batches(self.data, epoch, args.batch_size, self.env, args.seed, views, args.workers, first)
+        for x, y in shares:
+            stop = torch.tensor(self.signal)
+            if self.env.world_size > 1:  # between the hosts, by gloo: no device waits
+                dist.all_reduce(stop, dist.ReduceOp.MAX)
+            if stop:
+                self.seconds += time.perf_counter() - start
                 self.bar.close()
-                on_rank0(self.save, self.env)
-                if self.env.rank == 0:
-                    say(f"stopped at step {self.step}; the same command continues", sys.stderr)
-                os._exit(128 + stop)
-            yield self.step, views, y
+                on_rank0(self.checkpoint, self.env)
+                say(f"stopped at step {self.step}; the same command continues", sys.stderr)
+                os._exit(128 + stop.item())
+            yield self.step, x, y
             self.step += 1
             self.bar.update(args.batch_size)
             if self.step == self.last_step:
                 break
-        if self.env.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.check()
         self.seconds += time.perf_counter() - start
         self.bar.close()
 
-    def log(self, lr: float, loss: Tensor, terms: dict, z: Tensor, h: Tensor, y: Tensor | None):
-        """Book a step, train the online probe on the features h, stop if the loss is not finite: on CUDA one
-        step late, when its value has arrived, so that the device need not wait."""
-        values = {"loss": loss.detach(), **terms, "steps": torch.ones_like(loss)}
-        if y is not None:
-            y = y.repeat(len(h) // len(y))
-            logits, known = self.probe(h.detach().float()), (y >= 0).sum().clamp(min=1)
-            self.probe.zero_grad()
-            (F.cross_entropy(logits, y, ignore_index=-1, reduction="sum") / known).backward()
-            for p in self.probe.parameters() if self.env.world_size > 1 else ():
-                dist.all_reduce(p.grad.div_(self.env.world_size))
-            self.parts["probe_optimizer"].step()
-            values["probe_accuracy"] = (logits.argmax(1) == y).sum() / known
-        self.sums = {k: self.sums.get(k, 0) + v for k, v in values.items()}
-        self.lr, self.z = lr, z.detach()
-        shown = torch.stack([values["loss"], values.get("probe_accuracy", torch.zeros_like(loss))])
-        shown = torch.empty(2, pin_memory=loss.is_cuda).copy_(shown, non_blocking=True)
-        arrival = torch.cuda.current_stream().record_event() if loss.is_cuda else None
-        self.flying.append((self.step, lr, shown, arrival))
-        while len(self.flying) > loss.is_cuda:
-            self.land()
+    def ends(self, step: int) -> bool:
+        """Whether a step is the last of its epoch, or of what --max-steps allows."""
+        return (step + 1) % self.steps_per_epoch == 0 or step + 1 == self.last_step
 
-    def land(self):
-        step, lr, shown, arrival = self.flying.pop(0)
+    def log(self, lr: float, loss: Tensor, terms: dict[str, Tensor], z: Tensor):
+        """Add a step's values to the epoch's means; stop if the loss of the step before was not finite.
+        z (N, D): for embedding_std."""
+        if self.late:
+            self.check()
+        values = {"loss": loss.detach(), **terms, "steps": torch.ones_like(loss)}
+        self.sums = {k: self.sums.get(k, 0) + v for k, v in values.items()}
+        shown = torch.stack([values["loss"], values.get("probe_accuracy", loss.new_zeros(()))])
+        shown = shown.to("cpu", non_blocking=True)
+        arrival = loss.is_cuda and torch.cuda.current_stream().record_event()  # of that copy
+        self.terms, self.z, self.lr = {*terms} - {"probe_accuracy"}, z.detach(), lr
+        self.late = self.step, shown, arrival
+
+    def check(self):
+        """Stop if the loss was not finite: a step late, when its value has come and no device must wait."""
+        step, shown, arrival = self.late
         if arrival:
             arrival.synchronize()
         loss, probe = shown.tolist()
         if not math.isfinite(loss):
             self.bar.close()
-            fail(f"loss is {loss} at step {step}, lr {lr:.3g}; lower --base-lr or lengthen --warmup-epochs; "
-                 f"{self.out} keeps its last good checkpoint")
-        self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.3g}", probe=f"{probe:.1%}", refresh=False)
+            fail(f"loss is {loss} at step {step}, lr {self.lr:.3g}; lower --base-lr or lengthen "
+                 f"--warmup-epochs; {self.out} keeps its last good checkpoint")
+        self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{self.lr:.3g}", probe=f"{probe:.1%}", refresh=False)
 
-    def end_epoch(self, epoch: int, more=dict):
-        """Checkpoint and log line of an epoch, or of the part of it that --max-steps allows; more() gives
-        further values of the line. What only looks at the training may fail."""
-        while self.flying:
-            self.land()
+    def save(self, epoch: int):
+        """Sum up an epoch, or the part of it that --max-steps allows, and write the checkpoint, if due."""
+        if self.owed:
+            return
         steps, whole = self.sums["steps"].item(), self.step == (epoch + 1) * self.steps_per_epoch
-
-        def measured():
-            with together(self.env):
-                return more()
-
+        std = F.normalize(self.z.float(), dim=1).std(0).mean().item() * self.z.shape[1] ** 0.5
         self.row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
-                    **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"},
-                    **self.attempt("measures", measured), "embedding_std": embedding_std(self.z),
-                    "images_per_s": steps * self.args.batch_size / self.seconds}
+                    **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"}, **self.row,
+                    "embedding_std": std, "images_per_s": steps * self.args.batch_size / self.seconds}
         if whole:
             self.sums, self.seconds = {}, 0.0
-        if self.step == self.last_step or (whole and (epoch + 1) % self.args.save_every == 0):
-            on_rank0(self.save, self.env)
-        self.report()
+        if self.step == self.last_step or whole and (epoch + 1) % self.args.save_every == 0:
+            on_rank0(self.checkpoint, self.env)
 
-    def report(self):
-        """Evaluation and picture that go with the last row, and its line in the log."""
-        row, final, labels = dict(self.row), self.step == self.total_steps, self.test and self.test.labels
-        due = row["step"] == row["epoch"] * self.steps_per_epoch and (
-            final or row["epoch"] % self.args.eval_every == 0)
-        if due and labels is not None:
-            row.update(self.attempt("evaluation", lambda: self.evaluate(final)))
-        self.draw("affinity.png", lambda: heatmaps(
-            self.picture(*(z.float() for z in self.model(*self.fixed)[1:3]), self.args)))
-        on_rank0(lambda: self.write(row), self.env)
+    def checkpoint(self):
+        """checkpoint.pt: all that resume() takes up. backbone.pt: all it takes to use the features."""
+        args, data = self.args, self.data
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        bad = [k for k, v in parts["model"].items() if not v.isfinite().all()]
+        if bad:
+            raise ValueError(f"{bad[0]} is not finite at step {self.step}; lower --base-lr")
+        about = dict(arch=args.arch, width=args.width, dataset=args.dataset, image_size=data.image_size,
+                     small_images=data.image_size <= 64, mean=list(data.mean), std=list(data.std))
+        backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
+        save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
+        state = dict(step=self.step, sums=self.sums, seconds=self.seconds, row=self.row)
+        save_checkpoint(self.out / "checkpoint.pt", dict(**state, **parts, **about))
 
-    def attempt(self, what: str, function) -> dict:
-        """function(), or, where that is a Fault, nothing and a warning."""
+    def due(self, epoch: int) -> bool:
+        """Whether an epoch ends with an evaluation: every --eval-every epochs and at the schedule's end."""
+        whole = self.step == (epoch + 1) * self.steps_per_epoch
+        return self.tested and whole and (self.is_over() or (epoch + 1) % self.args.eval_every == 0)
+
+    def is_over(self) -> bool:
+        return self.step == self.total_steps
+
+    def attempt(self, what: str, function):
+        """Add what function() returns to the epoch's log line; a Fault costs a warning, not the run."""
         try:
-            return function()
+            self.row.update(function())
         except Fault as fault:
-            if self.env.rank == 0:
-                say(f"warning: no {what} at step {self.step}: {fault}", sys.stderr)
-            return {}
+            say(f"warning: no {what} at step {self.step}: {fault}", sys.stderr)
         finally:
-            self.model.train(), self.probe.train()
-
-    def evaluate(self, final: bool) -> dict:
-        """Test accuracy of k-NN (bank: at most 50,000 labelled training images) and of the online probe; at
-        the end also of k-NN with the network at initialisation and on pixels."""
-        for buffer in self.model.buffers() if self.env.world_size > 1 else ():  # BatchNorm's differ on CPUs
-            dist.broadcast(buffer, 0)
-        with together(self.env):
-            keep = (self.train.labels >= 0).nonzero()[:, 0]
-            keep, images = keep[::-(-len(keep) // 50000)], self.train.images
-            images = images[keep.to(images.device)] if torch.is_tensor(images) else [images[i] for i in keep]
-            bank, test = self.train._replace(images=images), self.test
-        options = (self.env, self.args.precision, self.args.workers)
-
-        def accuracy(bank_x, test_x):
-            return knn(bank_x, self.train.labels[keep], test_x, test.labels, self.env, k=self.k, tau=self.tau)
-
-        bank_x, test_x = (features(self.model.backbone, data, *options) for data in (bank, test))
-        with together(self.env):
-            hits = self.probe.eval()(test_x).argmax(1).cpu() == test.labels
-            sets = (bank, test) if final and torch.is_tensor(images) else ()
-            pixels = [(data.images / 255).flatten(1) for data in sets]
-        row = {"knn_accuracy": accuracy(bank_x, test_x), "probe_test_accuracy": hits.float().mean().item()}
-        if pixels:
-            row["knn_init"] = accuracy(*(features(self.initial, data, *options) for data in (bank, test)))
-            row["knn_pixels"] = accuracy(*pixels)
-        return row
-
-    def write(self, row: dict):
-        with open(self.out / "log.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        say(json.dumps(row))
-        if row["embedding_std"] < 0.1:
-            say(f"warning: embedding_std {row['embedding_std']:.3f} is below 0.1: the embeddings collapse",
-                sys.stderr)
-        if "knn_pixels" in row:
-            say(f"k-NN (k {self.k}) on {len(self.test.images)} test images: "
-                f"trained {row['knn_accuracy']:.1%}, same network at initialisation {row['knn_init']:.1%}, "
-                f"raw pixels {row['knn_pixels']:.1%}")
+            self.model.train()
+            self.probe.net.train()
 
     @torch.no_grad()
     def draw(self, name: str, make):
-        """The picture that make() is, on rank 0, the model in eval mode; one that cannot be drawn costs a
-        warning."""
+        """The picture that make() returns, on rank 0, the model in eval mode; one that cannot be drawn costs
+        a warning."""
         if self.env.rank:
             return
         self.model.eval()
@@ -1188,16 +1176,34 @@ class Run:
             say(f"warning: no {name} at step {self.step}: {error}", sys.stderr)
         self.model.train()
 
-    def save(self):
-        """checkpoint.pt, all it takes to go on, and backbone.pt, all it takes to use the features."""
-        args, train = self.args, self.train
-        parts = {name: part.state_dict() for name, part in self.parts.items()}
-        bad = [k for k, v in parts["model"].items() if not v.isfinite().all()]
-        if bad:
-            raise ValueError(f"{bad[0]} is not finite at step {self.step}, lr {self.lr:.3g}; lower --base-lr")
-        about = dict(arch=args.arch, width=args.width, dataset=args.dataset, image_size=train.image_size,
-                     small_images=train.image_size <= 64, mean=list(train.mean), std=list(train.std))
-        backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
-        save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
-        state = dict(step=self.step, sums=self.sums, seconds=self.seconds, row=self.row)
-        save_checkpoint(self.out / "checkpoint.pt", dict(**state, **parts, **about))
+    def curves(self) -> Tensor:
+        """Accuracies and loss over the epochs so far."""
+        keys = {"k-NN": "knn_accuracy", "probe": "probe_test_accuracy", "probe on views": "probe_accuracy"}
+        lines = {name: zip(*[(row["epoch"], 100 * row[key]) for row in self.rows if key in row])
+                 for name, key in keys.items()}
+        lines = {name: line for name, line in ((name, [*line]) for name, line in lines.items()) if line}
+        loss = plot("loss over epochs", {"loss": [*zip(*((row["epoch"], row["loss"]) for row in self.rows))]})
+        return torch.cat([plot("accuracy in % over epochs", lines), loss], dim=1) if lines else loss
+
+    def end_epoch(self, epoch: int):
+        """The epoch's line in log.jsonl, curves.png, and a line to read."""
+        row, args, self.owed = self.row, self.args, False
+        self.rows.append(row)
+
+        def write():
+            with open(self.out / "log.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+        on_rank0(write, self.env)
+        self.draw("curves.png", self.curves)
+        left = round((self.last_step - self.step) * args.batch_size / row["images_per_s"])
+        line = [f"epoch {row['epoch']:{len(str(args.epochs))}}/{args.epochs}"]
+        line += [f"{k} {v:9.4g}" for k, v in row.items() if k == "loss" or k in self.terms]
+        for name, key in (("probe", "probe_accuracy"), ("k-NN", "knn_accuracy")) if self.data.classes else ():
+            line.append(f"{name} {100 * row[key]:5.1f} %" if key in row else f"{name}    -   ")
+        line += [f"{row['images_per_s']:5.0f} img/s", f"{left // 60}:{left % 60:02} left"]
+        say("  ".join(line))
+        if row["embedding_std"] < 0.1:
+            say(f"warning: embedding_std is {row['embedding_std']:.3f}: the embeddings collapse", sys.stderr)
+        if "knn_pixels" in row:
+            say(f"k-NN on the test images: trained {row['knn_accuracy']:.1%}, same network at initialisation "
+                f"{row['knn_init']:.1%}, raw pixels {row['knn_pixels']:.1%}")

@@ -28,6 +28,7 @@ import hashlib
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,10 @@ from common import rankme
 
 def parse_args(argv=None):
     def several(kind):
-        return lambda text: [kind(v) for v in text.split(",")]
+        def read(text):
+            return [kind(v) for v in text.split(",")]
+        read.__name__ = kind.__name__  # for argparse's message
+        return read
 
     parser = argparse.ArgumentParser(prog="linear_eval.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,7 +68,8 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.rate, default=0.0, help="of the classifier (default 0)")
     add("--normalize", action=argparse.BooleanOptionalAction, default=True,
         help="divide the features by one number, the mean norm of the training features (default)")
-    add("--save", type=os.path.expanduser, metavar="FILE", help="write the classifier and what it takes to use it")
+    add("--save", type=os.path.expanduser, metavar="FILE",
+        help="write the classifier and what it takes to use it")
     add("--out", type=os.path.expanduser,
         help="folder for eval.jsonl (results, added), .npy, .png and the classifier of each epoch: the same "
              "command goes on from it; other settings or another backbone start anew")
@@ -102,15 +107,15 @@ def load_backbone(path) -> tuple[nn.Module, dict]:
         weights = {k.removeprefix("backbone."): v for k, v in model.items() if k.startswith("backbone.")}
     try:
         backbone = common.resnet(about["arch"], about["width"], about["small_images"])
-        odd = common.unlike(backbone.state_dict(), weights)
+        backbone.load_state_dict(weights)
         wanted = ("arch", "width", "small_images", "mean", "std", "image_size", "dataset")
         about = {key: about[key] for key in wanted}
+    except RuntimeError as error:  # a key too few or too many, a shape that differs
+        common.fail(f"{path} holds no backbone of this project: {' '.join(str(error).split())[:300]}")
     except (KeyError, TypeError, AttributeError):
         keys = ", ".join(str(key) for key in list(about if weights is None else weights)[:3])
-        odd = f"{keys or 'nothing'}, not arch, width, ... and a state_dict with conv1.weight, ..."
-    if odd:
-        common.fail(f"{path} holds no backbone of this project: it has {odd}")
-    backbone.load_state_dict(weights)
+        common.fail(f"{path} holds no backbone of this project: it has {keys or 'nothing'}, not arch, width, "
+                    "... and a state_dict with conv1.weight, ...")
     return backbone.requires_grad_(False).eval(), about
 
 
@@ -137,7 +142,10 @@ def linear(run, name: str, backbone: nn.Module, about: dict, train, test, featur
     scale = train_x.norm(dim=1).mean().item() if args.normalize else 1.0
     augment = common.Augment(train.image_size, crop_scale=(0.08, 1.0), jitter_p=0.0, gray_p=0.0, blur_p=0.0,
                              mean=train.mean, std=train.std)
-    source, view = (train._replace(images=train_x), lambda h, crop: h) if frozen else (train, augment)
+    source, view = train, augment
+    if frozen:
+        source, view = replace(train, images=train_x), lambda h, crop: h
+        view.size = view.crop_scale = None
     torch.manual_seed(args.seed)
     classifier = nn.Linear(backbone.feature_dim, len(train.classes)).to(env.device)
     nn.init.normal_(classifier.weight, std=0.01)
@@ -210,7 +218,7 @@ def evaluate(run, args, env) -> dict:
     def images(train: bool, about):  # as the network was trained to see them
         data = common.load_images(name, args.data_dir, train, env, about["image_size"],
                                   classes=args.classes, report=True)
-        return data and data._replace(**{k: about[k] for k in ("mean", "std", "image_size")})
+        return data and replace(data, **{k: about[k] for k in ("mean", "std", "image_size")})
 
     backbone, about = load_backbone(run)
     name, protocol = args.dataset or about["dataset"], args.protocol
@@ -223,10 +231,9 @@ def evaluate(run, args, env) -> dict:
     result = {"protocol": protocol, "run": str(run), "method": method(run), "dataset": name,
               "n_train": len(train.images), "n_test": len(test.images) if test else 0}
     if protocol == "knn":
-        found = common.knn(features(train), train.labels, features(test), test.labels, env, k=args.k,
-                           tau=args.tau)
-        tried = [dict(accuracy=accuracy, k=k, tau=tau) for k, row in zip(args.k, found)
-                 for tau, accuracy in zip(args.tau, row)]
+        sets = features(train), train.labels, features(test), test.labels
+        tried = [dict(accuracy=common.knn_accuracy(*sets, k, tau), k=k, tau=tau)
+                 for k in args.k for tau in args.tau]
         more = dict(tried=tried, best_on_test=max(tried, key=lambda setting: setting["accuracy"]))
         return {**result, **tried[0], **(more if len(tried) > 1 else {})}
     if protocol == "rankme":
@@ -244,24 +251,6 @@ def evaluate(run, args, env) -> dict:
     return {**result, **linear(run, name, backbone, about, train, test, features, args, env)}
 
 
-def panel(title: str, logs: list[dict], key: str) -> Tensor:
-    """`key` of each log over its epochs, axes in epochs and per cent. -> picture (3, 256, 576)"""
-    low, high = (100 * f(v for log in logs for v in log[key]) for f in (min, max))
-    step = next(s for s in (1, 2, 5, 10, 20) if high - low <= 5 * s)
-    ticks = range(int(low // step) * step, int(high // step + 1) * step + 1, step)
-    heights = (0.1 + 0.8 * np.arange(len(ticks)) / (len(ticks) - 1)).tolist()  # the rest is for texts
-    last, lines = max(log["epoch"][-1] for log in logs), []
-    x = np.arange(-40, 520) * last / 480  # epoch of each column
-    for log in logs:
-        y = np.interp(x, log["epoch"], np.interp(100 * np.array(log[key]), ticks, heights))
-        y[(x < log["epoch"][0] - last / 160) | (x > log["epoch"][-1] + last / 160)] = np.nan
-        lines.append(torch.tensor(y))
-    texts = {title: (230, 0), "epoch": (0, 224)}
-    texts.update({f"{t} %": (0, round(226 - 239 * h)) for t, h in zip(ticks, heights)})
-    texts.update({f"{e}": (36 + 480 * e // last, 224) for e in (last * i // 4 for i in range(5))})
-    return common.chart(lines, texts, heights)
-
-
 def curves(args, env) -> list[dict]:
     """Draw OUT/curves.png from the runs' logs; what to report of each run."""
     results, logs, keys = [], [], ("epoch", "knn_accuracy", "probe_test_accuracy")
@@ -274,9 +263,10 @@ def curves(args, env) -> list[dict]:
         except (OSError, ValueError, LookupError, TypeError):
             common.fail(f"{run} has no log.jsonl with knn_accuracy and probe_test_accuracy over epochs")
         results.append({"protocol": "curves", "run": run, "method": method(run), **last})
-    legend = common.chart([torch.full((8 * max(map(len, args.runs)),), torch.nan)],
-                          {run: (0, 16 * i, i) for i, run in enumerate(args.runs)}, [])
-    picture = torch.cat([*map(panel, ("k-NN", "online probe"), (logs, logs), keys[1:]), legend], dim=2)
+    picture = torch.cat([
+        common.plot(f"{name} in % over epochs", {
+            run: (log["epoch"], [100 * v for v in log[key]]) for run, log in zip(args.runs, logs)})
+        for name, key in (("k-NN", keys[1]), ("online probe", keys[2]))], dim=1)
     common.on_rank0(lambda: common.write_file(
         Path(args.out) / "curves.png", lambda file: utils.save_image(picture, file, format="png")), env)
     return results

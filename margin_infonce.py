@@ -92,8 +92,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="margin_infonce.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--framework", choices=tuple(TAU), default="moco")
-    add("--tau", type=common.positive, help="temperature (moco 0.2, simclr 0.5, on imagenet 0.1, byol 0.25)")
+    framework = common.chosen(argv, "--framework", "moco")
+    add("--framework", choices=tuple(TAU), default=framework, help="decides --tau, on ImageNet all")
+    add("--tau", type=common.positive, default=TAU.get(framework),
+        help="temperature: moco 0.2, simclr 0.5, on imagenet 0.1, byol 0.25")
     add("--m1", type=float, default=0.0, help="angular margin, in radians (Eq. 4)")
     add("--m2", type=float, default=0.0, help="subtractive margin (Eq. 4)")
     add("--scale", type=common.positive, default=1.0, help="s, of the positive's gradient (Eq. 9)")
@@ -110,10 +112,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--optimizer", choices=("sgd", "lars"), help="with momentum 0.9")
     add("--plot-gradients", action="store_true", help="draw margin.png in --out, and do not train")
     common.add_run_args(parser)
-    large = IMAGENET[parser.parse_known_args(argv)[0].framework]
+    large = IMAGENET.get(framework, {})
     recipes = {**RECIPES, "imagenet": large, "imagenet100": dict(large, batch_size=256)}
     args = common.parse_run_args(parser, recipes, argv)
-    args.tau = TAU[args.framework] if args.tau is None else args.tau
     args.final_momentum = args.momentum_encoder if args.final_momentum is None else args.final_momentum
     for name in ("m1", "m2", "ratio_m1"):
         if not math.isfinite(vars(args)[name]):
@@ -160,7 +161,7 @@ def margin_infonce_loss(cos: Tensor, pos: Tensor, *, tau: float, beta: float = 1
         column = pos[:, None]
         cos_pos = cos.gather(1, column)  # (N, 1)
 
-        negatives = (cos / tau).scatter(1, column, -math.inf).logsumexp(1, keepdim=True)  # (N, 1)
+        negatives = (cos / tau).scatter_(1, column, -math.inf).logsumexp(1, keepdim=True)  # (N, 1)
 
         def softmax_pos(delta):  # the positive's probability if delta is its logit
             return (delta - negatives).sigmoid()
@@ -245,30 +246,21 @@ def gradient_factors(args) -> list[list[Tensor]]:
 
 
 def gradient_picture(args) -> Tensor:
-    """The panels of gradient_factors, two by two, curves in blue, light blue, orange, grey at factor 1.
-    -> (3, H, W)"""
+    """The panels of gradient_factors, two by two. -> (3, H, W)"""
     panels = gradient_factors(args)
     values = torch.cat([curve for panel in panels for curve in panel])  # a margin's have no bound at 0 and pi
     low, high = math.floor(min(0.0, values.quantile(0.05))), math.ceil(max(2.0, 1.05 * values.quantile(0.95)))
-    none, all_ = ": none in BYOL" if args.framework == "byol" else "", "orange: both and the switches"
-    texts = [("Theorem 6: factors on the positive's gradient", "its angle, 0 to 180 degrees; q~ 0.5",
-              ("blue: sin(theta + m1) / sin(theta)", "light blue: (1 - q) / (1 - q~)", all_)),
-             (f"Theorem 6: factors on a negative's gradient{none}", "the positive's angle; q~ 0.5",
-              ("blue: 1", "light blue: q_j / q~_j", all_)),
-             ("All of it on the positive's gradient, over its angle", "its angle, 0 to 180 degrees",
-              ("blue: q~ 0.1", "light blue: q~ 0.5", "orange: q~ 0.9")),
-             ("All of it on the positive's gradient, over q~", "q~, 0 to 1",
-              ("blue: angle 20 degrees", "light blue: 60 degrees", "orange: 100 degrees"))]
-
-    def height(factor):  # in the chart, between the texts
-        return 0.08 + 0.7 * (factor - low) / (high - low)
-
-    charts = []
-    for curves, (title, below, legend) in zip(panels, texts):
-        at = {line: (4, 2 + 12 * i) for i, line in enumerate((title, *legend))}
-        at.update({below: (4, 226), f"factor {low} to {high}": (280, 226)})
-        curves = [height(curve.clamp(low, high)) for curve in curves]
-        charts.append(common.chart(curves, at, height(1)))
+    none, all_ = ": none in BYOL" if args.framework == "byol" else "", "both and the switches"
+    texts = [("Theorem 6: factor on the positive's gradient, over its angle; q~ 0.5",
+              ("sin(theta + m1) / sin(theta)", "(1 - q) / (1 - q~)", all_)),
+             (f"Theorem 6: factor on a negative's gradient{none}, over the positive's angle; q~ 0.5",
+              ("1", "q_j / q~_j", all_)),
+             ("All of it on the positive's gradient, over its angle", ("q~ 0.1", "q~ 0.5", "q~ 0.9")),
+             ("All of it on the positive's gradient, over q~", ("20 degrees", "60 degrees", "100 degrees"))]
+    x = (torch.arange(360) + 0.5) / 360
+    charts = [common.plot(title, {name: (x if "over q~" in title else 180 * x, curve)
+                                  for name, curve in zip(names, curves)}, low, high)
+              for curves, (title, names) in zip(panels, texts)]
     return torch.cat([torch.cat(charts[:2], dim=2), torch.cat(charts[2:], dim=2)], dim=1)
 
 
@@ -332,21 +324,23 @@ def main(args):
     if args.plot_gradients:
         common.on_rank0(lambda: plot(args), env)
         return
-    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
-                               unlabelled=True, classes=args.classes)
-    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size, classes=args.classes)
+    train, test = common.load_splits(args, env)
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    initial = copy.deepcopy(model.backbone)  # to be compared with at the end
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
     groups[0]["weight_decay"] = args.weight_decay
     optimizer = {"sgd": torch.optim.SGD, "lars": common.LARS}[args.optimizer](groups, lr=0.0, momentum=0.9)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
-    run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
-    net = common.distribute(model, env, args.compile)
+    probe = common.Probe(model.backbone.feature_dim, train, env)
+    run = common.Run(args, env, train, test, model, optimizer, probe)  # goes on where it stopped
+    net = common.distribute(model, env, args.compile)  # the model, as the loop calls it
+    fixed = common.fixed_batch(train, args, env, (augment, augment))  # x1, x2, always the same
+    run.draw("views.png", lambda: common.grid(torch.stack(fixed, 1)[:32].flatten(0, 1), 16))
 
     for epoch in run.epochs():
-        for step, (x1, x2), y in run.batches(epoch):
+        for step, (x1, x2), y in run.batches(epoch, (augment, augment)):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
             for group in optimizer.param_groups:
@@ -369,7 +363,13 @@ def main(args):
                 common.ema_update(model.target, online, momentum)
             if args.framework == "moco":  # after the logits: no key is its own negative
                 model.enqueue(z2)
-            run.log(lr, loss, terms, z1, h, y)
+            terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
+            run.log(lr, loss, terms, z1)
+        run.save(epoch)
+        if run.due(epoch):
+            run.attempt("evaluation", lambda: common.evaluate(
+                model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
+        run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
         run.end_epoch(epoch)
 
 

@@ -134,45 +134,62 @@ def mu_schedule(step: int, total: int, m1: float, m2: float) -> float:
     return m2 - (m2 - m1) * (math.cos(math.pi * step / total) + 1) / 2
 
 
-def affine(image: Tensor, angle=0.0, right=0.0, down=0.0, shear_x=0.0, shear_y=0.0) -> Tensor:
-    """Turned by `angle` degrees, moved by shares of its size, sheared by slopes, about its centre."""
-    shift = [round(right * image.shape[2]), round(down * image.shape[1])]
-    return TF.affine(image, angle, shift, 1.0, [math.degrees(math.atan(s)) for s in (shear_x, shear_y)])
+def affine(x: Tensor, angle=0.0, right=0.0, down=0.0, shear_x=0.0, shear_y=0.0) -> Tensor:
+    """Squares (n, 3, H, H), each turned by `angle` degrees, moved by shares of its size, sheared by slopes,
+    about its centre; numbers or (n, 1, 1, 1). The nearest pixel, black outside."""
+    n, size = len(x), x.shape[3]
+    angle, right, down, shear_x, shear_y = (
+        torch.as_tensor(v, device=x.device).float().flatten().expand(n)
+        for v in (angle, right, down, shear_x, shear_y))
+    cos, sin = angle.deg2rad().cos(), angle.deg2rad().sin()
+    right, down = (-2 * (share * size).round() / size for share in (right, down))  # whole pixels
+    theta = torch.stack([cos, sin + shear_x, right, shear_y - sin, cos, down], 1).view(n, 2, 3)
+    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
+    return F.grid_sample(x.float(), grid, "nearest", align_corners=False).to(torch.uint8)
 
 
-OPERATIONS = {  # CLSA's 14, of a uint8 image and a strength v in [-1, 1]; only the first five heed its sign
+def blend(x: Tensor, other: Tensor, v: Tensor) -> Tensor:
+    """From `other` to x, the further the stronger v."""
+    return other.float().lerp(x.float(), 0.9 * v.abs() + 0.05).to(torch.uint8)
+
+
+OPERATIONS = {  # CLSA's 14, of uint8 images (n, 3, H, H) and strengths v (n, 1, 1, 1) in [-1, 1]
     "shear x": lambda x, v: affine(x, shear_x=0.3 * v),
     "shear y": lambda x, v: affine(x, shear_y=0.3 * v),
     "translate x": lambda x, v: affine(x, right=0.3 * v),
     "translate y": lambda x, v: affine(x, down=0.3 * v),
-    "rotate": lambda x, v: affine(x, angle=30 * v),
+    "rotate": lambda x, v: affine(x, angle=30 * v),  # these five heed the sign of v
     "auto-contrast": lambda x, v: TF.autocontrast(x),
     "identity": lambda x, v: x,  # CLSA's paper lists invert
     "equalize": lambda x, v: TF.equalize(x),
-    "solarize": lambda x, v: TF.solarize(x, 256 - int(256 * abs(v))),
-    "posterize": lambda x, v: TF.posterize(x, 4 + int(4 * abs(v))),
-    "contrast": lambda x, v: TF.adjust_contrast(x, 0.9 * abs(v) + 0.05),
-    "colour": lambda x, v: TF.adjust_saturation(x, 0.9 * abs(v) + 0.05),
-    "brightness": lambda x, v: TF.adjust_brightness(x, 0.9 * abs(v) + 0.05),
-    "sharpness": lambda x, v: TF.adjust_sharpness(x, 0.9 * abs(v) + 0.05)}
+    "solarize": lambda x, v: torch.where(x >= 256 - (256 * v.abs()).floor(), 255 - x, x),
+    "posterize": lambda x, v: x - x % 2 ** (4 - (4 * v.abs()).byte()),
+    "contrast": lambda x, v: blend(x, TF.rgb_to_grayscale(x).float().mean((1, 2, 3), keepdim=True), v),
+    "colour": lambda x, v: blend(x, TF.rgb_to_grayscale(x), v),
+    "brightness": lambda x, v: blend(x, torch.zeros_like(x), v),
+    "sharpness": lambda x, v: blend(x, TF.adjust_sharpness(x, 0.0), v)}
 
 
 class StrongAugment:
-    """For common.Augment: all that it does, then five draws of an operation, each applied with p .5, with a
-    level of 1 to 9 in tenths for a strength and either sign (an image at a time, so slow on a GPU)."""
+    """For common.Augment: all that it does, then five draws of an operation for each image, each applied with
+    p .5, with a level of 1 to 9 in tenths for a strength and either sign; images of one draw together."""
 
     def __init__(self, size: int, crop_scale, mean, std):
         self.size, self.crop_scale, self.mean, self.std = size, crop_scale, mean, std
         self.weak = common.Augment(size, crop_scale, mean=(0,) * 3, std=(1,) * 3)
 
     def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
-        images = (self.weak(images, crop) * 255).round().to(torch.uint8)
-        for image in images:
-            kinds = torch.randint(len(OPERATIONS), (5,))[torch.rand(5) < 0.5]
-            levels, signs = torch.randint(1, 10, kinds.shape), 2 * torch.randint(2, kinds.shape) - 1
-            for kind, strength in zip(kinds.tolist(), (signs * levels / 10).tolist()):
-                image.copy_(list(OPERATIONS.values())[kind](image, strength))
-        return TF.normalize(images / 255, self.mean, self.std)
+        x = (self.weak(images, crop) * 255).round().to(torch.uint8)
+        n, names = len(x), [*OPERATIONS]
+        for _ in range(5):  # draws on the CPU, so that a GPU is not waited for
+            kinds = torch.randint(len(names), (n,)).where(torch.rand(n) < 0.5, names.index("identity"))
+            v = torch.randint(1, 10, (n,)) * (2 * torch.randint(2, (n,)) - 1) / 10
+            order, counts = kinds.argsort(), kinds.bincount(minlength=len(names)).tolist()
+            order, v = order.to(x.device), v[order].view(n, 1, 1, 1).to(x.device)
+            for name, at, strength in zip(names, order.split(counts), v.split(counts)):
+                if name != "identity" and len(at):
+                    x[at] = OPERATIONS[name](x[at], strength)
+        return TF.normalize(x / 255, self.mean, self.std)
 
 
 def mlp(widths: list[int]) -> nn.Sequential:
@@ -257,22 +274,24 @@ def labels_picture(model: nn.Module, x1: Tensor, x2: Tensor) -> Tensor:
 
 def main(args):
     env = common.init_distributed(args.device)
-    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
-                               unlabelled=True, classes=args.classes)
-    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size, classes=args.classes)
+    train, test = common.load_splits(args, env)
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    initial = copy.deepcopy(model.backbone)  # to be compared with at the end
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
     groups[0]["weight_decay"] = args.weight_decay
     optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
     views = (augment, augment, *small_crops(args, train))
-    run = common.Run(args, env, train, test, model, optimizer, views, picture, **KNN.get(args.dataset, {}))
-    net = common.distribute(model, env, args.compile)
+    probe = common.Probe(model.backbone.feature_dim, train, env)
+    run = common.Run(args, env, train, test, model, optimizer, probe)  # goes on where it stopped
+    net = common.distribute(model, env, args.compile)  # the model, as the loop calls it
+    fixed = common.fixed_batch(train, args, env, views[:2])  # x1, x2, always the same
+    run.draw("views.png", lambda: common.grid(torch.stack(fixed, 1)[:32].flatten(0, 1), 16))
 
     for epoch in run.epochs():
-        for step, (x1, x2, *crops), y in run.batches(epoch):
+        for step, (x1, x2, *crops), y in run.batches(epoch, views):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
             for group in optimizer.param_groups:
@@ -307,11 +326,17 @@ def main(args):
             if y is not None:  # only to watch the refinery by
                 terms["same_class"] = same_class(labels, y, torch.cat([new_y.roll(first, 0), model.queue_y]))
             model.enqueue(new_keys, new_y)
-            run.log(lr, loss, terms, z1, h, y)
+            terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
+            run.log(lr, loss, terms, z1)
+        run.save(epoch)
+        if run.due(epoch):
+            run.attempt("evaluation", lambda: common.evaluate(
+                model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None,
+                **KNN.get(args.dataset, {})))
+        run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
+        run.draw("labels.png", lambda: common.grid(
+            labels_picture(model, *fixed).flatten(0, 1), min(10, 1 + args.batch_size)))
         run.end_epoch(epoch)
-        columns = min(10, 1 + args.batch_size)
-        run.draw("labels.png", lambda: common.grid(labels_picture(model, *run.fixed).flatten(0, 1), train,
-                                                   columns))
 
 
 if __name__ == "__main__":

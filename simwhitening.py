@@ -142,19 +142,21 @@ def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
 
 def main(args):
     env = common.init_distributed(args.device)
-    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
-                               unlabelled=True, classes=args.classes)
-    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size, classes=args.classes)
+    train, test = common.load_splits(args, env)
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    initial = copy.deepcopy(model.backbone)  # to be compared with at the end
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = common.LARS(params, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     augment = common.Augment(train.image_size, mean=train.mean, std=train.std)
-    run = common.Run(args, env, train, test, model, optimizer, (augment, augment), picture)
-    net = common.distribute(model, env, args.compile)
+    probe = common.Probe(model.backbone.feature_dim, train, env)
+    run = common.Run(args, env, train, test, model, optimizer, probe)  # goes on where it stopped
+    net = common.distribute(model, env, args.compile)  # the model, as the loop calls it
+    fixed = common.fixed_batch(train, args, env, (augment, augment))  # x1, x2, always the same
+    run.draw("views.png", lambda: common.grid(torch.stack(fixed, 1)[:32].flatten(0, 1), 16))
 
     for epoch in run.epochs():
-        for step, (x1, x2), y in run.batches(epoch):
+        for step, (x1, x2), y in run.batches(epoch, (augment, augment)):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
             for group in optimizer.param_groups:
@@ -174,7 +176,13 @@ def main(args):
             if args.momentum_encoder is not None:
                 online = nn.Sequential(model.backbone, model.projector)
                 common.ema_update(model.target, online, args.momentum_encoder)
-            run.log(lr, loss, terms, z1, h, y)
+            terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
+            run.log(lr, loss, terms, z1)
+        run.save(epoch)
+        if run.due(epoch):
+            run.attempt("evaluation", lambda: common.evaluate(
+                model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
+        run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
         run.end_epoch(epoch)
 
 

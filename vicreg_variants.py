@@ -38,6 +38,7 @@ Measured (k-NN, width 16, one run each, see README), VICReg, VICReg-exp, VICReg-
 16), 60.9, 61.4, 62.2 %, at initialisation 32.2 %.
 """
 import argparse
+import copy
 import math
 
 import torch
@@ -68,11 +69,15 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="vicreg_variants.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--method", choices=tuple(METHODS), default="vicreg")
-    add("--sim-weight", type=common.rate, help="of the mse (25), of tcr's 1 - cos (ours: 50)")
+    method = common.chosen(argv, "--method", "vicreg")
+    add("--method", choices=tuple(METHODS), default=method, help="the loss; decides --tau and the weights")
+    add("--sim-weight", type=common.rate, default=SIM_WEIGHT.get(method, 25.0),
+        help="of the mse, 25; of tcr's 1 - cos, 50 (ours)")
     add("--var-weight", type=common.rate, default=25.0, help="of the variance term")
-    add("--cov-weight", type=common.rate, help="of the covariance term (1; ours: -exp and -ctr 25)")
-    add("--tau", type=common.positive, help="temperature (0.15; ours: vicreg-exp and -ctr 0.05)")
+    add("--cov-weight", type=common.rate, default=COV_WEIGHT.get(method, 1.0),
+        help="of the covariance term, 1; of -exp and -ctr 25 (ours)")
+    add("--tau", type=common.positive, default=TAU.get(method, 0.15),
+        help="temperature, 0.15; of -exp and -ctr 0.05 (ours)")
     add("--normalize", choices=("embeddings", "center", "standardize"), default="embeddings",
         help="of simclr and dcl: rows, rows after centring, or dimensions (Eq. 14)")
     add("--lambd", type=common.rate, default=0.0051, help="of barlow's squares off the diagonal (paper's)")
@@ -81,13 +86,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="of biases and BatchNorm, times that of weights, which LARS scales (ours: patterns 0.01)")
     add("--augment", choices=tuple(AUGMENTS), help="the same twice, or BYOL's two different ones (Table S1)")
     common.add_run_args(parser)
-    simclr = parser.parse_known_args(argv)[0].method.startswith("simclr")
-    recipes = {**RECIPES, "imagenet": SIMCLR_IMAGENET} if simclr else RECIPES
-    args = common.parse_run_args(parser, recipes, argv)
-    args.tau = TAU.get(args.method, 0.15) if args.tau is None else args.tau
-    args.sim_weight = SIM_WEIGHT.get(args.method, 25.0) if args.sim_weight is None else args.sim_weight
-    args.cov_weight = COV_WEIGHT.get(args.method, 1.0) if args.cov_weight is None else args.cov_weight
-    return args
+    recipes = {**RECIPES, "imagenet": SIMCLR_IMAGENET} if method.startswith("simclr") else RECIPES
+    return common.parse_run_args(parser, recipes, argv)
 
 
 def full_precision(*tensors: Tensor) -> list[Tensor]:
@@ -102,6 +102,11 @@ def fill_diagonal(M: Tensor, value: float) -> Tensor:
     is 0, as 0 under a square and -inf under exp."""
     M.detach().diagonal().fill_(value)
     return M
+
+
+def sum_of_squares(M: Tensor) -> Tensor:
+    """M.square().sum() without a second matrix; in rows, as a norm of all would lose float32's digits."""
+    return torch.linalg.vector_norm(M, dim=1).square().sum()
 
 
 def logsumexp(S: Tensor) -> Tensor:
@@ -120,7 +125,7 @@ def variance_term(K: Tensor) -> Tensor:
 def covariance_term(K: Tensor) -> Tensor:
     """c(K), of K (n, d)."""
     K = (K - K.mean(0)) / math.sqrt(len(K) - 1)
-    return fill_diagonal(K.T @ K, 0.0).square().sum() / K.shape[1]  # C off its diagonal, (d, d)
+    return sum_of_squares(fill_diagonal(K.T @ K, 0.0)) / K.shape[1]  # C off its diagonal, (d, d)
 
 
 def logsumexp_term(K: Tensor, tau: float) -> Tensor:
@@ -209,7 +214,7 @@ def spectral_loss(z1: Tensor, z2: Tensor, radius: float = 1.0) -> Tensor:
         raise ValueError("the spectral loss takes at least 2 samples")
     with torch.autocast(z1.device.type, enabled=False):
         u1, u2 = (math.sqrt(radius) * F.normalize(z, dim=1) for z in full_precision(z1, z2))
-        n, off = len(u1), fill_diagonal(u1 @ u2.T, 0.0).square().sum()  # of (N, N)
+        n, off = len(u1), sum_of_squares(fill_diagonal(u1 @ u2.T, 0.0))  # of (N, N)
         return -2 * (u1 * u2).sum(1).mean() + off / (n * (n - 1))
 
 
@@ -218,7 +223,7 @@ def barlow_loss(z1: Tensor, z2: Tensor, lambd: float = 0.0051) -> Tensor:
     sum_{i != j} C_ij^2, C the cross-correlation of the dimensions, each normalised as by BatchNorm."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() for z in full_precision(z1, z2))
-        off = fill_diagonal(z1.T @ (z2 / len(z2)), 0.0).square().sum()  # C off its diagonal, (D, D)
+        off = sum_of_squares(fill_diagonal(z1.T @ (z2 / len(z2)), 0.0))  # C off its diagonal, (D, D)
         return (1 - (z1 * z2).mean(0)).square().sum() + lambd * off
 
 
@@ -240,7 +245,7 @@ def contrastive_criterion(z: Tensor) -> Tensor:
     """Lc = sum_{i != j} (z_i.z_j)^2 over the rows of z (N, D)."""
     with torch.autocast(z.device.type, enabled=False):
         (z,) = full_precision(z)
-        return fill_diagonal(z @ z.T, 0.0).square().sum()  # of (N, N)
+        return sum_of_squares(fill_diagonal(z @ z.T, 0.0))  # of (N, N)
 
 
 def noncontrastive_criterion(z: Tensor) -> Tensor:
@@ -294,25 +299,20 @@ def picture(z1: Tensor, z2: Tensor, args) -> list[Tensor]:
 
 
 def spectrum_picture(z: Tensor, h: Tensor) -> Tensor:
-    """Of embeddings (N, D), blue, and representations (2N, feature_dim), light blue: the largest singular
-    values of their covariances over the first, on a logarithmic scale (App. J). Beside them histograms of the
-    embeddings' cosines (blue) and their dimensions' correlations (light blue), without the diagonals.
-    -> (3, H, W)"""
+    """Of embeddings z (N, D) and representations h (2N, feature_dim): singular values of their covariances
+    over the first, log10 (App. J). Below, histograms of the embeddings' cosines and of their dimensions'
+    correlations, without the diagonals. -> (3, H, W)"""
     z, h = z.float().cpu(), h.float().cpu()
-    spectra, c = [], F.normalize(z - z.mean(0), dim=0)
-    for x in (z, h):
+    spectra, histograms, c = {}, {}, F.normalize(z - z.mean(0), dim=0)
+    for name, x in ((f"{min(z.shape)} of embeddings", z), (f"{min(h.shape)} of representations", h)):
         s = torch.linalg.svdvals(x - x.mean(0)).square().clamp(min=1e-30)  # of the covariance, times N - 1
-        decades = 1 + (s / s[0].clamp(min=1e-20)).log10() / 8
-        spectra.append(decades[torch.arange(360) * len(s) // 360])
-    histograms = []
-    for G in (F.normalize(z, dim=1) @ F.normalize(z, dim=1).T, c.T @ c):
-        off = G[~torch.eye(len(G), dtype=torch.bool)]
-        counts = torch.histc(off, 120, -1, 1)
-        histograms.append((counts / counts.max().clamp(min=1)).repeat_interleave(3))
-    left = {"singular values, 1 to 1e-8": (200, 2), f"blue: {min(z.shape)} of embeddings": (4, 204),
-            f"light blue: {min(h.shape)} of representations": (4, 218)}
-    right = {"pairs, -1 to 1": (4, 2), "blue: cosines": (4, 16), "light blue: correlations": (4, 30)}
-    return torch.cat([common.chart(spectra, left), common.chart(histograms, right)], dim=2)
+        spectra[name] = torch.arange(len(s)), (s / s[0].clamp(min=1e-20)).log10()
+    for name, G in (("cosines of samples", F.normalize(z, dim=1) @ F.normalize(z, dim=1).T),
+                    ("correlations of dimensions", c.T @ c)):
+        counts = torch.histc(G[~torch.eye(len(G), dtype=torch.bool)], 120, -1, 1)
+        histograms[name] = torch.linspace(-1, 1, 120), counts / counts.max().clamp(min=1)
+    return torch.cat([common.plot("singular values over the first, log10", spectra, -8, 0),
+                      common.plot("pairs, of the most frequent", histograms)], dim=1)
 
 
 def measures(z: Tensor, h: Tensor) -> dict[str, float]:
@@ -328,24 +328,25 @@ def measures(z: Tensor, h: Tensor) -> dict[str, float]:
 
 def main(args):
     env = common.init_distributed(args.device)
-    train = common.load_images(args.dataset, args.data_dir, True, env, args.image_size, args.limit_images,
-                               unlabelled=True, classes=args.classes)
-    test = common.load_images(args.dataset, args.data_dir, False, env, train.image_size, classes=args.classes)
+    train, test = common.load_splits(args, env)
     torch.manual_seed(args.seed)
     model = Model(args, train.image_size <= 64).to(env.device, memory_format=torch.channels_last)
+    initial = copy.deepcopy(model.backbone)  # to be compared with at the end
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
     optimizer = common.LARS(groups, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     augments = [common.Augment(train.image_size, mean=train.mean, std=train.std, **view)
                 for view in AUGMENTS[args.augment]]
     args.projector_parameters = sum(p.numel() for p in model.projector.parameters())  # for args.json, App. I
-    if env.rank == 0:
-        print(f"{args.method}, projector {args.projector} of {args.projector_parameters:,} parameters")
-    run = common.Run(args, env, train, test, model, optimizer, augments, picture)
-    net = common.distribute(model, env, args.compile)
+    common.say(f"{args.method}, projector {args.projector} of {args.projector_parameters:,} parameters")
+    probe = common.Probe(model.backbone.feature_dim, train, env)
+    run = common.Run(args, env, train, test, model, optimizer, probe)  # goes on where it stopped
+    net = common.distribute(model, env, args.compile)  # the model, as the loop calls it
+    fixed = common.fixed_batch(train, args, env, augments)  # x1, x2, always the same
+    run.draw("views.png", lambda: common.grid(torch.stack(fixed, 1)[:32].flatten(0, 1), 16))
 
     for epoch in run.epochs():
-        for step, (x1, x2), y in run.batches(epoch):
+        for step, (x1, x2), y in run.batches(epoch, augments):
             lr = args.base_lr * args.batch_size / 256
             lr = common.cosine_lr(step, run.total_steps, lr, run.warmup_steps)
             for group, share in zip(optimizer.param_groups, (1, args.bias_lr)):
@@ -359,10 +360,18 @@ def main(args):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            run.log(lr, loss, terms, z1, h, y)
-        z1, h = z1.detach(), common.gather(h.detach().float())
-        run.end_epoch(epoch, lambda: measures(z1, h))
-        run.draw("spectrum.png", lambda: spectrum_picture(z1, h))
+            terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
+            run.log(lr, loss, terms, z1)
+            if run.ends(step):
+                z1, h = z1.detach(), common.gather(h.detach().float())
+                run.attempt("measures", lambda: common.together(env)(measures)(z1, h))
+                run.draw("spectrum.png", lambda: spectrum_picture(z1, h))
+        run.save(epoch)
+        if run.due(epoch):
+            run.attempt("evaluation", lambda: common.evaluate(
+                model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
+        run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
+        run.end_epoch(epoch)
 
 
 if __name__ == "__main__":
