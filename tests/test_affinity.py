@@ -1,5 +1,5 @@
-"""SimAffinity's and SimWhitening's losses against double loops in float64, closed forms, invariances,
-gradients."""
+"""Guards SimAffinity's and SimWhitening's losses, against double loops in float64, closed forms, invariances,
+gradients; and what the scripts share, against each other."""
 
 import argparse
 import inspect
@@ -16,17 +16,12 @@ import simaffinity
 import simtrace
 import simwhitening
 import vicreg_variants
+from helpers import assert_finite, refused, value, views
 from simaffinity import simaffinity_loss
 from simwhitening import simwhitening_loss, whiten
 
 SIZES = [(8, 3), (5, 7)]  # (N, D), both N > D and N < D <= 2N
 EPS = inspect.signature(simwhitening_loss).parameters["eps"].default
-
-
-def views(n, d, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    z1 = torch.randn(n, d, generator=generator, dtype=torch.float64)
-    return z1 + 0.5, z1 + 0.5 * torch.randn(n, d, generator=generator, dtype=torch.float64)
 
 
 def slow_affinity(z1, z2, tau, gamma):
@@ -56,15 +51,13 @@ def test_values(n, d, tau, gamma):
     z1, z2 = views(n, d)
     loss, terms = simaffinity_loss(z1, z2, tau, gamma)
     ce, sym, expected = slow_affinity(z1.numpy(), z2.numpy(), tau, gamma)
-    assert [terms["ce"].item(), terms["sym"].item(), loss.item()] == pytest.approx(
-        [ce, sym, expected], rel=1e-10
-    )
+    found = [terms["ce"].item(), terms["sym"].item(), loss.item()]
+    assert found == pytest.approx([ce, sym, expected], rel=1e-10)
     for eps in (0.0, 0.1, 3.0):
         loss, terms = simwhitening_loss(z1, z2, tau, gamma, eps)
         ce, sym, expected = slow_whitening(z1, z2, tau, gamma, eps)
-        assert [terms["ce"].item(), terms["sym"].item(), loss.item()] == pytest.approx(
-            [ce, sym, expected], rel=1e-9
-        )
+        found = [terms["ce"].item(), terms["sym"].item(), loss.item()]
+        assert found == pytest.approx([ce, sym, expected], rel=1e-9)
 
 
 def test_by_hand():
@@ -75,9 +68,8 @@ def test_by_hand():
     # A - A^T is 1/tau at one place and -1/tau at its mirror, with cosine 1 against cosine 0
     z1, z2 = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     assert simaffinity_loss(z1, z2, tau=0.5)[1]["sym"].item() == pytest.approx(math.sqrt(8), abs=1e-5)
-    assert simaffinity_loss(torch.ones(8, 4), torch.ones(8, 4))[0].item() == pytest.approx(
-        math.log(8), abs=1e-5
-    )
+    alike = torch.ones(8, 4)
+    assert simaffinity_loss(alike, alike)[0].item() == pytest.approx(math.log(8), abs=1e-5)
 
 
 @pytest.mark.parametrize("loss_function", [simaffinity_loss, simwhitening_loss])
@@ -89,39 +81,28 @@ def test_gradcheck_and_terms(loss_function):
     assert loss.item() == pytest.approx((terms["ce"] + 0.3 * terms["sym"]).item(), abs=1e-12)
     off, terms = loss_function(z1, z2, 0.5, 0.0)
     assert off.item() == terms["ce"].item()
-    gradient = torch.autograd.grad(off, z1)[0]
-    ce_only = torch.autograd.grad(
-        loss_function(z1, z2, 0.5, 0.3)[0] - loss_function(z1, z2, 0.5, 0.3)[0], z1
-    )[0]
-    assert gradient.abs().max() > 1e-3 and ce_only.abs().max() < 1e-12
+    assert torch.autograd.gradcheck(lambda a, b: loss_function(a, b, 0.5, 0.0)[0], (z1, z2))
+    assert torch.autograd.grad(off, z1)[0].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("loss_function", [simaffinity_loss, simwhitening_loss])
-@pytest.mark.parametrize(
-    "z",
-    [
-        torch.eye(8),  # A exactly symmetric
-        torch.ones(8, 4),
-        torch.zeros(8, 4),
-        torch.randn(4, 16),  # D >= 2N
-        torch.randn(1, 6).repeat(10, 1) * 1e3 + 0.1,  # constant, but for the rounding of their mean
-        torch.cat([torch.randn(4, 3)] * 2),
-    ],
-)
+@pytest.mark.parametrize("z", [
+    torch.eye(8),  # A exactly symmetric
+    torch.ones(8, 4), torch.zeros(8, 4),
+    torch.randn(4, 16),  # D >= 2N
+    torch.randn(1, 6).repeat(10, 1) * 1e3 + 0.1,  # constant, but for the rounding of their mean
+    torch.cat([torch.randn(4, 3)] * 2)])
 @pytest.mark.parametrize("tau", [0.2, 0.005])
 def test_degenerate_input_is_finite(loss_function, z, tau):
     for dtype in (torch.float32, torch.bfloat16):
-        z1, z2 = (z.to(dtype).clone().requires_grad_() for _ in range(2))
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss, _ = loss_function(z1, z2, tau)
-        loss.backward()
-        assert loss.isfinite() and z1.grad.isfinite().all() and z2.grad.isfinite().all()
+        assert_finite(lambda a, b: loss_function(a, b, tau), z, dtype)
 
 
+@pytest.mark.parametrize("loss_function", [simwhitening_loss, simtrace.simtrace_loss])
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_no_scale_of_the_embeddings_undoes_the_ridge(scale):
+def test_no_scale_of_the_embeddings_undoes_the_ridge(loss_function, scale):
     z1, z2 = (z.requires_grad_() for z in views(12, 5))
-    loss, scaled = (simwhitening_loss(s * z1, s * z2, eps=0.3)[0] for s in (1, scale))
+    loss, scaled = (value(loss_function(s * z1, s * z2, eps=0.3)) for s in (1, scale))
     assert scaled.item() == pytest.approx(loss.item(), rel=1e-6)
     for a, b in zip(torch.autograd.grad(scaled, (z1, z2)), torch.autograd.grad(loss, (z1, z2))):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
@@ -188,13 +169,11 @@ def test_half_precision_input_is_computed_in_float32(loss_function):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss, _ = loss_function(z1, z2)
     assert loss.dtype == torch.float32
-    slow = (
-        slow_affinity(z1.double().numpy(), z2.double().numpy(), 0.2, 0.01)
-        if loss_function is simaffinity_loss
-        else slow_whitening(z1.double(), z2.double(), 0.2, 0.01, EPS)
-    )
+    z1, z2 = z1.double(), z2.double()
+    slow = slow_whitening(z1, z2, 0.2, 0.01, EPS) if loss_function is simwhitening_loss else slow_affinity(
+        z1.numpy(), z2.numpy(), 0.2, 0.01)
     assert loss.item() == pytest.approx(slow[2], rel=1e-3)
-    assert loss_function(z1.double(), z2.double())[0].dtype == torch.float64
+    assert loss_function(z1, z2)[0].dtype == torch.float64
 
 
 def test_the_three_scripts_share_all_but_the_method():
@@ -241,34 +220,26 @@ def test_a_singular_covariance_wants_a_ridge(script, capsys):
     assert script.parse_args(flags).eps >= 0.1
     assert script.parse_args([*flags, "--eps", "0.1"]).eps == 0.1
     script.parse_args(["--batch-size", "65", "--projector", "16-128", "--eps", "0"])
-    with pytest.raises(SystemExit) as stopped:
-        script.parse_args([*flags, "--eps", "0.09"])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-    assert all(word in error for word in ("--batch-size 64", "dimension 128", "--eps 0.09"))
+    refused(capsys, script.parse_args, [*flags, "--eps", "0.09"], status=2,
+            words=["--batch-size 64", "dimension 128", "--eps 0.09"])
 
 
-OWN = (
-    "common.Augment(",
-    "common.LARS(",
-    "common.Run(",
-    "for step, ",
-    " = net(",
-    "common.gather(",
-    "_loss(",
-    "terms = ",
-    "momentum_encoder",
-    "args.symmetric",
-    "optimizer.param_groups",
-    'group["lr"]',
-    "end_epoch(",
-)
+SHARED = ["init_distributed(", "load_splits(", "manual_seed(", "Model(args", "initial = copy", "params = [",
+          "common.Probe(", "common.Run(", "common.distribute(", 'run.draw("views.png"', "for epoch in ",
+          "lr = args.base_lr", "lr = common.cosine_lr(", "with common.autocast(", "optimizer.zero_grad(",
+          ".backward(", "optimizer.step(", "probe.step(", "run.log(", "run.save(", "run.due(",
+          'run.attempt("evaluation"', "initial=initial", 'run.draw("affinity.png"', "run.end_epoch("]
 
 
-@pytest.mark.parametrize("script", [sane, margin_infonce, vicreg_variants])
-def test_the_other_scripts_have_the_same_loop(script):
-    """What is not the optimiser, the views, the forward pass or the loss stands there too, in this order."""
-    theirs = iter(inspect.getsource(script.main).splitlines())
-    for line in inspect.getsource(simtrace.main).splitlines():
-        if not any(words in line for words in OWN) and line.strip() and "online = " not in line:
-            assert line in theirs, line
+def test_all_scripts_have_the_same_loop():
+    """These lines, once each, in this order and with the same text; a method's own come between them."""
+    loops = set()
+    for script in (simtrace, simaffinity, simwhitening, sane, margin_infonce, vicreg_variants):
+        source = inspect.getsource(script.main)
+        lines = [line.rstrip("),") for line in source.splitlines() if any(word in line for word in SHARED)]
+        assert len(lines) == len(SHARED) and all(map(str.__contains__, lines, SHARED)), (script, lines)
+        loops.add("\n".join(lines))
+        assert len(re.findall(r"\n {8}for step, \(x1, x2.*\), y in run.batches\(epoch, ", source)) == 1
+        assert len(re.findall(r"\n {16}h, z1, .* = net\(x1, ", source)) == 1
+        assert len(re.findall(r"\n {12}loss\b.* = ", source)) == 1
+    assert len(loops) == 1

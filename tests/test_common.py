@@ -1,14 +1,16 @@
-"""common.py against hand-computed values, slow independent forms, torchvision, real processes and files."""
+"""Guards common.py, by values computed by hand, slow independent forms, torchvision, processes and files."""
 
+import ast
 import colorsys
 import errno
 import io
 import math
 import os
 import pickle
-import socket
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,18 +27,13 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
 
 import common
-
-CPU = torch.device("cpu")
-ALONE = SimpleNamespace(rank=0, world_size=1, device=CPU)
+from helpers import ALONE, joined, one_thread, pixels, refused, saved, spread
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors here are small: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def threads():
+    with one_thread():
+        yield
 
 
 def assert_close(a, b, tolerance=1e-5):
@@ -139,8 +136,7 @@ def test_cosine_lr_by_hand():
 
 def test_cosine_lr_without_warm_up():
     assert [common.cosine_lr(step, 4, 2.0) for step in range(5)] == pytest.approx(
-        [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0], abs=1e-12
-    )
+        [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0], abs=1e-12)
     assert common.cosine_lr(3, 4, 2.0, warmup_steps=4) == 2.0
 
 
@@ -182,16 +178,9 @@ def test_resnet_is_torchvisions(arch, small):
         assert_close(h, theirs.eval()(x), 1e-4)
 
 
-@pytest.mark.parametrize(
-    "arch, width, dim",
-    (
-        ("resnet18", 64, 512),
-        ("resnet18", 16, 128),
-        ("resnet34", 8, 64),
-        ("resnet50", 16, 512),
-        ("resnet50", 5, 160),
-    ),
-)
+@pytest.mark.parametrize("arch, width, dim", (
+    ("resnet18", 64, 512), ("resnet18", 16, 128), ("resnet34", 8, 64), ("resnet50", 16, 512),
+    ("resnet50", 5, 160)))
 def test_resnet_dimensions(arch, width, dim):
     net, shapes = common.resnet(arch, width), []
     net.layer4.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
@@ -218,14 +207,10 @@ def only(size=32, **on):
     return common.Augment(size, **{**off, "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), **on})
 
 
-def noise(*shape, seed=0):
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("size", (8, 32, 50))
 def test_crop_and_flip_is_torchvisions(size):
     boxes = [(0, 0, 40, 56), (3, 7, 20, 30), (39, 55, 1, 1), (10, 5, 17, 50), (0, 0, 5, 3), (35, 0, 5, 56)]
-    images, flip = noise(6, 3, 40, 56), torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.bool).view(6, 1, 1)
+    images, flip = pixels(6, 3, 40, 56), torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.bool).view(6, 1, 1)
     corners = torch.tensor(boxes, dtype=torch.float32).T[..., None, None]
     result = common.crop_and_flip(images, *corners, size, flip)
     for i, box in enumerate(boxes):
@@ -240,13 +225,9 @@ def test_luma_is_torchvisions():
 
 def test_shift_hue_is_torchvisions():
     x = torch.rand(9, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    x[:, :, 0] = torch.tensor(
-        [
-            [0, 1, 0.5, 1, 0, 0, 1, 0],  # black, white, grey and pure colours
-            [0, 1, 0.5, 0, 1, 0, 1, 1],
-            [0, 1, 0.5, 0, 0, 1, 0, 1],
-        ]
-    )
+    x[:, :, 0] = torch.tensor([[0, 1, 0.5, 1, 0, 0, 1, 0],  # black, white, grey and pure colours
+                               [0, 1, 0.5, 0, 1, 0, 1, 1],
+                               [0, 1, 0.5, 0, 0, 1, 0, 1]])
     shift = torch.tensor([-0.5, -0.3, -0.1, -0.01, 0, 0.02, 0.1, 0.25, 0.5])
     result = common.shift_hue(x.transpose(0, 1).clone(), shift.view(9, 1, 1)).transpose(0, 1)
     for image, s, y in zip(x, shift.tolist(), result):
@@ -291,15 +272,8 @@ def boxes_from_ramps(out, step):
     return top.round(), left.round(), h, w, torch.from_numpy(slope < 0)
 
 
-@pytest.mark.parametrize(
-    "height, width, scale",
-    (  # the last two often fall back to the centre
-        (64, 64, (0.2, 1.0)),
-        (48, 84, (0.08, 0.6)),
-        (30, 84, (0.3, 1.0)),
-        (84, 40, (0.4, 1.0)),
-    ),
-)
+@pytest.mark.parametrize("height, width, scale", (  # the last two often fall back to the centre
+    (64, 64, (0.2, 1.0)), (48, 84, (0.08, 0.6)), (30, 84, (0.3, 1.0)), (84, 40, (0.4, 1.0))))
 def test_crop_box_and_flip_distribution(height, width, scale):
     torch.manual_seed(0)
     step, n = 3, 8000
@@ -340,16 +314,9 @@ def jitter_factors(out, hue):
     return mean / mean0, gap / gap0 / (mean / mean0), chroma / (gap / gap0)
 
 
-@pytest.mark.parametrize(
-    "jitter, kept",
-    (
-        ((0.4, 0.4, 0.4, 0), (0, 1, 2)),
-        ((0.8, 0, 0.8, 0), (0, 2)),
-        ((0.4, 0, 0, 0.1), (0, 1)),
-        ((1.2, 0, 0, 0), (0,)),
-        ((0, 0, 0, 0.5), (1,)),
-    ),
-)
+@pytest.mark.parametrize("jitter, kept", (
+    ((0.4, 0.4, 0.4, 0), (0, 1, 2)), ((0.8, 0, 0.8, 0), (0, 2)), ((0.4, 0, 0, 0.1), (0, 1)),
+    ((1.2, 0, 0, 0), (0,)), ((0, 0, 0, 0.5), (1,))))
 def test_jitter_distribution(jitter, kept):
     torch.manual_seed(0)
     ours = only(8, jitter=jitter, jitter_p=1)(HALVES.expand(8000, -1, -1, -1))
@@ -364,8 +331,7 @@ def test_jitter_distribution(jitter, kept):
 
 @pytest.mark.parametrize(
     "i, adjust",
-    ((0, tvf.adjust_brightness), (1, tvf.adjust_contrast), (2, tvf.adjust_saturation), (3, tvf.adjust_hue)),
-)
+    ((0, tvf.adjust_brightness), (1, tvf.adjust_contrast), (2, tvf.adjust_saturation), (3, tvf.adjust_hue)))
 def test_jitter_is_torchvisions_for_the_same_factor(i, adjust):
     torch.manual_seed(i)
     jitter = [0.0] * 4
@@ -377,9 +343,8 @@ def test_jitter_is_torchvisions_for_the_same_factor(i, adjust):
         assert_close(y, adjust(HALVES / 255, factor))
 
 
-@pytest.mark.parametrize(
-    "jitter, colours", (((1, 1, 0, 0), ((0, 0, 0), (255, 255, 255))), ((1, 0, 1, 0), ((255, 0, 0),)))
-)
+@pytest.mark.parametrize("jitter, colours",
+                         (((1, 1, 0, 0), ((0, 0, 0), (255, 255, 255))), ((1, 0, 1, 0), ((255, 0, 0),))))
 def test_jitter_order_is_drawn(jitter, colours):
     """Some channel full and none empty: only brightness > 1 after contrast or saturation < 1 gives that."""
     torch.manual_seed(0)
@@ -391,7 +356,7 @@ def test_jitter_order_is_drawn(jitter, colours):
 
 def test_rates_of_jitter_gray_blur_and_solarize():
     torch.manual_seed(0)
-    images = noise(1, 3, 8, 8).expand(5000, -1, -1, -1)
+    images = pixels(1, 3, 8, 8).expand(5000, -1, -1, -1)
     plain = images[0] / 255
 
     def changed(out):
@@ -425,49 +390,41 @@ def test_whole_augmentation_distribution():
     """One image a call, so that ours draws its order of colour operations per image, as torchvision does."""
     torch.manual_seed(0)
     mean, std, n = (0.3, 0.5, 0.6), (0.2, 0.3, 0.4), 1200
-    image = tvf.resize(noise(3, 6, 6, seed=3), [40, 48])
+    image = tvf.resize(pixels(3, 6, 6, seed=3), [40, 48])
     augment = common.Augment(32, jitter=(0.4, 0.4, 0.8, 0.2), solarize_p=0.3, mean=mean, std=std)
-    reference = v2.Compose(
-        [
-            v2.RandomResizedCrop(32, (0.2, 1.0)),
-            v2.RandomHorizontalFlip(),
-            v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.8, 0.2)], 0.8),
-            v2.RandomGrayscale(0.2),
-            v2.RandomApply([v2.GaussianBlur(3, (0.1, 2.0))], 0.5),
-            v2.RandomSolarize(128 / 255, 0.3),
-            v2.Normalize(mean, std),
-        ]
-    )
+    reference = v2.Compose([
+        v2.RandomResizedCrop(32, (0.2, 1.0)), v2.RandomHorizontalFlip(),
+        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.8, 0.2)], 0.8), v2.RandomGrayscale(0.2),
+        v2.RandomApply([v2.GaussianBlur(3, (0.1, 2.0))], 0.5), v2.RandomSolarize(128 / 255, 0.3),
+        v2.Normalize(mean, std)])
     ours = torch.cat([augment(image[None]) for _ in range(n)])
     theirs = torch.stack([reference(image / 255) for _ in range(n)])
-    for measure in (
-        lambda x: x[:, 0].mean((1, 2)),
-        lambda x: x[:, 2].mean((1, 2)),
-        lambda x: x[:, 1].std((1, 2)),
-        lambda x: x.amax((1, 2, 3)),
-        lambda x: x.diff(dim=3).abs().mean((1, 2, 3)),
-        lambda x: (x[:, 0, :, :16] - x[:, 0, :, 16:]).mean((1, 2)),
-        lambda x: x[:, 1, 16, 16],
-    ):
-        assert_same_distribution(*(measure(x).numpy().round(4) for x in (ours, theirs)))
+
+    def measures(x):
+        return [x[:, 0].mean((1, 2)), x[:, 2].mean((1, 2)), x[:, 1].std((1, 2)), x.amax((1, 2, 3)),
+                x[:, 1, 16, 16], x.diff(dim=3).abs().mean((1, 2, 3)),
+                (x[:, 0, :, :16] - x[:, 0, :, 16:]).mean((1, 2))]
+
+    for a, b in zip(measures(ours), measures(theirs)):
+        assert_same_distribution(a.numpy().round(4), b.numpy().round(4))
 
 
 def test_every_image_has_its_own_draws():
     torch.manual_seed(0)
-    copies, augment = noise(1, 3, 32, 32).repeat(8, 1, 1, 1), common.Augment(32)
+    copies, augment = pixels(1, 3, 32, 32).repeat(8, 1, 1, 1), common.Augment(32)
     x1, x2 = augment(copies), augment(copies)
     assert len(x1.flatten(1).unique(dim=0)) >= 7
     assert all(not torch.equal(a, b) for a, b in zip(x1, x2))
-    many = augment(noise(1, 3, 32, 32).expand(600, -1, -1, -1))
+    many = augment(pixels(1, 3, 32, 32).expand(600, -1, -1, -1))
     assert len(many.flatten(1).unique(dim=0)) == 600
 
 
 def test_augment_repeats_with_the_seed():
-    images, augment = noise(300, 3, 32, 32), common.Augment(32, solarize_p=0.2)
+    images, augment = pixels(300, 3, 32, 32), common.Augment(32, solarize_p=0.2)
     x = [(torch.manual_seed(seed), augment(images))[1] for seed in (0, 0, 1)]
     assert torch.equal(x[0], x[1])
     assert all(not torch.equal(a, b) for a, b in zip(x[0], x[2]))
-    assert torch.equal(images, noise(300, 3, 32, 32))
+    assert torch.equal(images, pixels(300, 3, 32, 32))
 
 
 @pytest.mark.parametrize("height, width, size", ((32, 32, 32), (96, 96, 64), (50, 40, 32), (20, 28, 32)))
@@ -475,7 +432,7 @@ def test_augment_output(height, width, size):
     torch.manual_seed(0)
     mean, std = (0.1, 0.5, 0.9), (0.9, 0.2, 0.05)
     strong = dict(jitter=(0.8, 0.8, 0.8, 0.2), jitter_p=1.0, solarize_p=0.5, mean=mean, std=std)
-    augment, images = common.Augment(size, **strong), noise(8, 3, height, width)
+    augment, images = common.Augment(size, **strong), pixels(8, 3, height, width)
     out = torch.cat([augment(images) for _ in range(16)])  # sixteen orders of the colour operations
     assert out.shape == (128, 3, size, size) and out.dtype == torch.float32
     out = out * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
@@ -484,9 +441,9 @@ def test_augment_output(height, width, size):
 
 def test_augment_with_all_off_only_normalises():
     torch.manual_seed(0)
-    images, mean, std = noise(300, 3, 32, 32), (0.1, 0.5, 0.9), (0.9, 0.2, 0.05)
+    images, mean, std = pixels(300, 3, 32, 32), (0.1, 0.5, 0.9), (0.9, 0.2, 0.05)
     assert_close(only(32, mean=mean, std=std)(images), tvf.normalize(images / 255, mean, std))
-    large = noise(4, 3, 64, 64)
+    large = pixels(4, 3, 64, 64)
     assert_close(only(32)(large), tvf.resize(large / 255, [32, 32], antialias=True))
     assert_close(only(32, flip=1)(images), (images / 255).flip(3))
 
@@ -500,16 +457,13 @@ def loss_of(z):
 
 def problem():
     torch.manual_seed(0)
-    images = noise(10, 3, 32, 32)
+    images = pixels(10, 3, 32, 32)
     data = common.Images(images, torch.arange(10), [], (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), 32)
     return nn.Linear(4, 5).double(), torch.randn(6, 4, dtype=torch.float64), common.resnet(width=4), data
 
 
-def worker(rank, port, folder):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.set_num_threads(1)
-    env = common.init_distributed("cpu")
+def worker(rank, world, port, folder):
+    env = joined(rank, world, port)
     linear, x, backbone, data = problem()
     model = common.distribute(linear, env)
     z = common.gather(model(x.chunk(2)[rank]))
@@ -520,16 +474,13 @@ def worker(rank, port, folder):
 
 
 def test_gather_and_features_over_two_processes(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
+    spread(worker, 2, str(tmp_path))
     linear, x, backbone, data = problem()
     z = linear(x)
     loss_of(z).backward()
     h = common.features(backbone, data, ALONE, "fp32")
     for rank in range(2):
-        z_rank, weight_grad, bias_grad, h_rank = torch.load(tmp_path / f"{rank}.pt")
+        z_rank, weight_grad, bias_grad, h_rank = saved(tmp_path / f"{rank}.pt")
         assert_close(z_rank, z.detach(), 1e-12)
         assert_close(weight_grad, linear.weight.grad, 1e-12)
         assert_close(bias_grad, linear.bias.grad, 1e-12)
@@ -548,15 +499,9 @@ def slow_knn(train_x, train_y, test_x, test_y, k, tau):
     train_x, test_x = train_x.double().numpy(), test_x.double().numpy()
     correct = 0
     for x, y in zip(test_x, test_y.tolist()):
-        near = sorted(
-            (
-                (float(t @ x / np.linalg.norm(t) / np.linalg.norm(x)), label)
-                for t, label in zip(train_x, train_y.tolist())
-            ),
-            reverse=True,
-        )[:k]
+        cosines = [float(t @ x / np.linalg.norm(t) / np.linalg.norm(x)) for t in train_x]
         votes = {}
-        for similarity, label in near:
+        for similarity, label in sorted(zip(cosines, train_y.tolist()), reverse=True)[:k]:
             votes[label] = votes.get(label, 0) + math.exp(similarity / tau)
         correct += max(votes, key=votes.get) == y
     return correct / len(test_x)
@@ -587,29 +532,32 @@ def test_knn_leaves_one_out_of_separated_clusters():
         assert common.knn_accuracy(x[keep], y[keep], x[i : i + 1], y[i : i + 1], k=5) == 1
 
 
+def embedding_std(z):
+    """What an epoch's row says of the last z given to Run.log."""
+    run = SimpleNamespace(owed=False, late=None, sums={}, row={}, lr=0.1, seconds=1.0, step=0, last_step=9,
+                          steps_per_epoch=1, args=SimpleNamespace(batch_size=8, save_every=2))
+    common.Run.log(run, 0.1, torch.tensor(2.0), {}, z)
+    run.step = 1
+    common.Run.save(run, 0)
+    return run.row["embedding_std"]
+
+
 def test_embedding_std_tells_spread_from_collapse():
     z = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
-    assert 0.95 < common.embedding_std(z) < 1.05
-    assert common.embedding_std(z * torch.rand(256, 1)) == pytest.approx(common.embedding_std(z), abs=1e-5)
-    assert common.embedding_std(torch.ones(256, 128)) < 1e-3
+    assert 0.95 < embedding_std(z) < 1.05
+    assert embedding_std(z * torch.rand(256, 1)) == pytest.approx(embedding_std(z), abs=1e-5)
+    assert embedding_std(torch.ones(256, 128)) < 1e-3
     two = torch.tensor([[3.0, 4.0], [-3.0, 4.0]])  # rows (0.6, 0.8), (-0.6, 0.8): stds 0.6 sqrt 2 and 0
-    assert common.embedding_std(two) == pytest.approx(0.6)
+    assert embedding_std(two) == pytest.approx(0.6)
 
 
 # ---- checkpoints
 
 
 def example():
-    return {
-        "step": 3,
-        "lr": 0.5,
-        "name": "x",
-        "none": None,
-        "list": [1, 2.5],
-        "mean": (0.1, 0.2),
-        "bf16": torch.ones(2, dtype=torch.bfloat16),
-        "model": {"w": torch.arange(3000.0), "n": torch.tensor(2)},
-    }
+    return {"step": 3, "lr": 0.5, "name": "x", "none": None, "list": [1, 2.5], "mean": (0.1, 0.2),
+            "bf16": torch.ones(2, dtype=torch.bfloat16),
+            "model": {"w": torch.arange(3000.0), "n": torch.tensor(2)}}
 
 
 def assert_example(state):
@@ -624,7 +572,7 @@ def test_checkpoint_round_trip(tmp_path):
     path = tmp_path / "c.pt"
     common.save_checkpoint(path, {"old": 1})
     common.save_checkpoint(str(path), example())
-    assert_example(torch.load(path))
+    assert_example(saved(path))
     assert_example(common.load_checkpoint(path))
     assert os.listdir(tmp_path) == ["c.pt"]
 
@@ -646,14 +594,8 @@ def test_truncated_checkpoint_is_refused(tmp_path, keep):
 def test_foreign_files_are_refused(tmp_path):
     assert_refused(tmp_path / "missing.pt")
     assert_refused(tmp_path)
-    for i, data in enumerate(
-        (
-            b"epoch 1: loss 2.5\nepoch 2\n",
-            b'{"step": 1}',
-            bytes(range(256)),
-            pickle.dumps({"step": 1, "name": "x"}, protocol=2)[:-9],
-        )
-    ):
+    half = pickle.dumps({"step": 1, "name": "x"}, protocol=2)[:-9]
+    for i, data in enumerate((b"epoch 1: loss 2.5\nepoch 2\n", b'{"step": 1}', bytes(range(256)), half)):
         (tmp_path / str(i)).write_bytes(data)
         assert_refused(tmp_path / str(i))
     torch.save(torch.ones(2), tmp_path / "tensor")
@@ -687,14 +629,9 @@ class Malicious:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize(
-    "save",
-    (
-        torch.save,
-        lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
-        lambda state, path: path.write_bytes(pickle.dumps(state)),
-    ),
-)
+@pytest.mark.parametrize("save", (
+    torch.save, lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
+    lambda state, path: path.write_bytes(pickle.dumps(state))))
 def test_a_checkpoint_runs_no_code(tmp_path, save):
     marker, path = tmp_path / "marker", tmp_path / "c.pt"
     save({"w": torch.ones(2), "x": Malicious(str(marker))}, path)
@@ -728,7 +665,7 @@ def test_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, room):
         common.save_checkpoint(path, {"w": torch.zeros(5000)})
     assert str(path) in str(info.value) and "\n" not in str(info.value)
     assert os.listdir(tmp_path) == ["c.pt"]
-    assert_example(torch.load(path))
+    assert_example(saved(path))
 
 
 @pytest.mark.parametrize("parent", ("missing", "file"))
@@ -769,11 +706,7 @@ def save(path, colour=(255, 0, 0), size=(32, 32), mode="RGB"):
 
 
 def assert_error(capsys, *words, **options):
-    with pytest.raises(SystemExit) as info:
-        common.load_images("folder", **options)
-    text = capsys.readouterr().err
-    assert info.value.code == 1 and text.startswith("error:") and text.count("\n") == 1
-    assert all(str(word) in text for word in words)
+    refused(capsys, common.load_images, "folder", words=words, **options)
 
 
 def test_class_folders_with_train_and_test(tmp_path):
@@ -852,25 +785,22 @@ def test_bad_folders_end_in_one_line(tmp_path, capsys):
         assert_error(capsys, tmp_path / "a" / "2.png", data_dir=tmp_path / "a")
 
 
-def test_unreadable_large_image_ends_the_run_in_one_line(tmp_path):
+@pytest.mark.parametrize("workers", (0, 1))
+def test_unreadable_large_image_ends_the_run_in_one_line(tmp_path, workers):
+    """One that is damaged after the start, when a sample of all is read."""
     for i in range(4):
         save(tmp_path / f"{i}.jpg", size=(80, 80))
-    (tmp_path / "2.jpg").write_bytes((tmp_path / "2.jpg").read_bytes()[:300])
     code = """if True:
-        import sys, torch, common
-        from types import SimpleNamespace
-        env = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+        import os, sys, common
+        env = common.init_distributed("cpu")
         data = common.load_images("folder", sys.argv[1], image_size=32)
-        for _ in common.batches(data, 0, 2, env, 0, [common.Augment(32)], workers=1):
+        os.truncate(data.images[2], 300)
+        for _ in common.batches(data, 0, 2, env, 0, [common.Augment(32)], workers=int(sys.argv[2])):
             pass
         print("went on")"""
     result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=Path(common.__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+        [sys.executable, "-c", code, str(tmp_path), str(workers)],
+        cwd=Path(common.__file__).parent, capture_output=True, text=True, timeout=100)
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith("error:") and result.stderr.count("\n") == 1
     assert str(tmp_path / "2.jpg") in result.stderr
@@ -880,12 +810,12 @@ def test_unreadable_large_image_ends_the_run_in_one_line(tmp_path):
 
 
 def in_memory(n=24, images=None):
-    images = noise(n, 3, 32, 32) if images is None else images
+    images = pixels(n, 3, 32, 32) if images is None else images
     return common.Images(images, torch.arange(n), [], (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), 32)
 
 
 def rank_of(rank, world_size=2):
-    return SimpleNamespace(rank=rank, world_size=world_size, device=CPU)
+    return SimpleNamespace(rank=rank, world_size=world_size, device=ALONE.device)
 
 
 def labels(data, epoch=0, batch_size=8, env=ALONE, seed=0):
@@ -923,16 +853,16 @@ def test_images_go_with_their_labels():
         assert_close(views[1], (data.images[y] / 255).flip(3))
 
 
+def views_of_two_epochs(data, batch_size, views):
+    """Of both ranks, a row each."""
+    passes = [common.batches(data, epoch, batch_size, rank_of(rank), 0, views)
+              for epoch in range(2) for rank in range(2)]
+    return torch.cat([x for batches in passes for xs, _ in batches for x in xs]).flatten(1)
+
+
 def test_every_draw_of_an_augmentation_is_new():
-    data, augment = in_memory(images=noise(1, 3, 32, 32).expand(24, -1, -1, -1)), common.Augment(32)
-    views = [
-        x
-        for epoch in range(2)
-        for rank in range(2)
-        for xs, _ in common.batches(data, epoch, 8, rank_of(rank), 0, [augment, augment])
-        for x in xs
-    ]
-    views = torch.cat(views).flatten(1)  # 2 epochs x 24 images x 2 views of the same picture
+    data, augment = in_memory(images=pixels(1, 3, 32, 32).expand(24, -1, -1, -1)), common.Augment(32)
+    views = views_of_two_epochs(data, 8, [augment, augment])  # of 24 times the same picture
     assert len(views.unique(dim=0)) == len(views) == 96
 
 
@@ -949,7 +879,7 @@ def test_a_pass_can_start_anywhere():
 @pytest.fixture
 def large(tmp_path):
     for i in range(12):
-        image = tvf.resize(noise(3, 5, 6, seed=i), [70, 90]).permute(1, 2, 0).numpy()
+        image = tvf.resize(pixels(3, 5, 6, seed=i), [70, 90]).permute(1, 2, 0).numpy()
         Image.fromarray(image).save(tmp_path / f"{i:02}.png")
     return common.load_images("folder", tmp_path, image_size=32)
 
@@ -965,22 +895,15 @@ def test_large_images_repeat_with_and_without_workers(large):
 
 
 def test_large_images_are_cropped_anew(large):
-    large = large._replace(images=large.images[:1] * 12)
+    large = replace(large, images=large.images[:1] * 12)
     crops = [only(32, crop_scale=(0.2, 0.6))] * 2
-    views = [
-        x
-        for epoch in range(2)
-        for rank in range(2)
-        for xs, _ in common.batches(large, epoch, 6, rank_of(rank), 0, crops)
-        for x in xs
-    ]
-    views = torch.cat(views).flatten(1)
+    views = views_of_two_epochs(large, 6, crops)
     assert len(views.unique(dim=0)) == len(views) == 48
 
 
 def test_large_images_with_all_off(large, tmp_path):
     file = save(tmp_path / "square.png", size=(80, 80), colour=(10, 20, 30))
-    large = large._replace(images=[file] * 4, labels=torch.arange(4))
+    large = replace(large, images=[file] * 4, labels=torch.arange(4))
     ((views, y),) = common.batches(large, 0, 4, ALONE, 0, [only(32)])
     assert_close(views[0], torch.tensor([10, 20, 30]).view(1, 3, 1, 1).expand(4, 3, 32, 32) / 255)
     assert sorted(y.tolist()) == [0, 1, 2, 3]
@@ -990,7 +913,7 @@ def test_large_images_with_all_off(large, tmp_path):
 def test_features_are_a_plain_loop(kind, large):
     torch.manual_seed(0)
     shape = (32, 32) if kind == "same size" else (40, 50)
-    data = large if kind == "files" else in_memory(11, noise(11, 3, *shape))
+    data = large if kind == "files" else in_memory(11, pixels(11, 3, *shape))
     net = common.resnet(width=4)
     net(torch.randn(8, 3, 32, 32))
     before = {k: v.clone() for k, v in net.state_dict().items()}
@@ -1011,17 +934,50 @@ def test_features_are_a_plain_loop(kind, large):
 
 @pytest.mark.parametrize("sizes", [(48,), (16, 12), (512, 128), (600, 3)])
 def test_heatmaps(sizes):
-    """Each enlarged to the largest, 256 to 512 px, or a bit more; white, red and blue where they belong."""
+    """Each 512 px; white, red and blue where they belong, one matrix's scale apart from the other's."""
     matrices = []
-    for n in sizes:
+    for i, n in enumerate(sizes):
         matrices.append(torch.zeros(n, n))
-        matrices[-1][1, 0], matrices[-1][0, 1] = 4.0, -2.0
-    picture, left = common.heatmaps(matrices), 0
-    side = min(512, max(256, *sizes)) if len(sizes) > 1 else 256
-    for n in sizes:
-        each = -(-side // min(n, 512))
-        square = picture[:, 4:, left + 4 :]
-        assert square[:, each, 0].tolist() == [1, 0, 0] and square[:, 0, each].tolist() == [0.5, 0.5, 1]
-        assert square[:, 2 * each - 1, each - 1].tolist() == [1, 0, 0] and (square[:, 0, 0] == 1).all()
-        left += each * min(n, 512) + 8
-    assert picture.shape[2] == left and side + 8 <= picture.shape[1] < side + 8 + 256
+        matrices[-1][1, 0], matrices[-1][0, 1] = 4.0 * (1 + i), -2.0 * (1 + i)
+    picture, margin = common.heatmaps(*matrices), 4 * (len(sizes) > 1)
+    assert picture.shape == (3, 512 + 2 * margin, (512 + margin) * len(sizes) + margin)
+    for i, n in enumerate(sizes):
+        square = picture[:, margin:margin + 512, margin + i * (512 + margin):][:, :, :512]
+        for row in (0, 511 // n, -(-512 // n), 2 * 512 // n - 1, 300, 511):  # pixel p shows entry p n // 512
+            for column in (0, 511 // n, -(-512 // n), 2 * 512 // n - 1, 300, 511):
+                entry = row * n // 512, column * n // 512
+                colour = {(1, 0): [1, 0, 0], (0, 1): [0.5, 0.5, 1]}.get(entry, [1, 1, 1])
+                assert square[:, row, column].tolist() == colour
+    assert (picture[:, :margin] == 1).all() and (picture[:, :, :margin] == 1).all()
+
+
+def sections(text):
+    """{section of common.py: its part of the text}, by the headers that its docstring lists."""
+    lines = ast.get_docstring(ast.parse(text)).split("\n")
+    names = [line[4:].split("  ")[0] for line in lines if line.startswith("    ")]
+    parts = re.split("\n# (" + "|".join(names) + ")\n", text)
+    assert parts[1::2] == names and len(names) == 8
+    return dict(zip(["head", *names], parts[::2]))
+
+
+def used_before_defined(parts):
+    """Names that a section uses and only a later one defines."""
+    defined = [{name.id for node in ast.parse(part).body if isinstance(node, ast.Assign)
+                for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+               | {node.name for node in ast.parse(part).body if hasattr(node, "name")} for part in parts]
+    used = [set() for _ in parts]
+    for names, node in ((names, node) for names, part in zip(used, parts) for node in ast.parse(part).body):
+        inside = [*ast.walk(node)]  # of a function, a class, an assignment: what it reads and does not bind
+        bound = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        bound |= {n.arg for n in inside if isinstance(n, ast.arg)}
+        bound |= {n.name for n in inside if isinstance(n, ast.FunctionDef)}
+        names |= {n.id for n in inside if isinstance(n, ast.Name)} - bound
+    return {name for i, names in enumerate(used) for name in names & set().union(*defined[i + 1:])}
+
+
+def test_a_section_uses_those_above_it_only():
+    parts = sections(Path(common.__file__).read_text())
+    assert used_before_defined([*parts.values()]) == set()
+    assert used_before_defined(["def f():\n    return g()\n", "def g():\n    return 1\n"]) == {"g"}
+    swapped = [parts["head"], parts["evaluation"], parts["data"]]
+    assert "Images" in used_before_defined(swapped)  # the check sees it where there is one

@@ -1,7 +1,6 @@
-"""Each loss on gathered embeddings: two and three processes with different data equal one with all of it."""
+"""Guards that two and three processes with different data equal one with all of it: each loss on gathered
+embeddings, features and evaluation; and that all hear where one fails."""
 
-import os
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -10,87 +9,78 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-import sane
 import simaffinity
 import simtrace
 import simwhitening
 import vicreg_variants
+from helpers import ALONE, joined, margin_loss, sane_loss, spread, value, variant_loss
 
-
-def sane_loss(z1, z2):
-    """On gathered keys and queries, with a queue that all ranks share."""
-    queue = torch.randn(7, z1.shape[1], generator=torch.Generator().manual_seed(2))
-    z1, z2, queue = (F.normalize(z, dim=1) for z in (z1, z2.detach(), queue))
-    keys = torch.cat([z2, queue])
-    return sane.soft_infonce_loss(z1 @ keys.T, sane.refine_labels(z2 @ keys.T, 0.2, 0.8, 1.0), 0.2)
-
-
-def vicreg_loss(name, z1, z2):
-    return vicreg_variants.METHODS[name](z1, z2, vicreg_variants.parse_args(["--method", name]))
-
-
+QUEUE = F.normalize(torch.randn(7, 5, generator=torch.Generator().manual_seed(2)), dim=1)  # shared
 LOSSES = {
     "simtrace": simtrace.simtrace_loss,
     "simaffinity": simaffinity.simaffinity_loss,
     "simwhitening": simwhitening.simwhitening_loss,
-    "sane": sane_loss,
-    **{name: lambda z1, z2, name=name: vicreg_loss(name, z1, z2) for name in vicreg_variants.METHODS},
+    "sane": lambda z1, z2: sane_loss(z1, z2, QUEUE),
+    **{name: lambda z1, z2, name=name: variant_loss(z1, z2, name) for name in vicreg_variants.METHODS},
+    **{framework: lambda z1, z2, framework=framework: margin_loss(
+        framework, z1, z2, QUEUE, tau=0.5, m1=0.2, attenuation=0.3) for framework in ("moco", "simclr", "byol")},
     "simtrace, detached": lambda z1, z2: simtrace.simtrace_loss(z1, z2, detach_cov=True),
 }
 
 
 def encoder():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)
-    )  # BatchNorm statistics are per process here
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))  # BatchNorm's are per process here
 
 
 def data():
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(24, 6, generator=generator)
-    return x + 0.3 * torch.randn(24, 6, generator=generator), x + 0.3 * torch.randn(
-        24, 6, generator=generator
-    )
+    x, *noise = torch.randn(3, 24, 6, generator=generator)
+    return [x + 0.3 * n for n in noise]
 
 
 def loss_and_gradients(net, x1, x2, loss_function):
     net.zero_grad()
     z1, z2 = net(torch.cat([x1, x2])).chunk(2)
-    loss = loss_function(common.gather(z1), common.gather(z2))
-    loss = loss[0] if isinstance(loss, tuple) else loss
+    loss = value(loss_function(common.gather(z1), common.gather(z2)))
     loss.backward()
     return [loss.detach().clone(), *(p.grad.clone() for p in net.parameters())]
 
 
-def seven_images():
-    """Features of 7 test images, in chunks of 2, and their k-NN accuracy: of each rank 2, 3 or 2 rows."""
-    torch.manual_seed(0)
-    images = torch.randint(0, 256, (7, 3, 32, 32), dtype=torch.uint8)
-    return common.Images(images, torch.arange(7) % 3, [], (0.5,) * 3, (0.25,) * 3, 32), common.resnet(width=4)
-
-
 def seven(env):
-    test, backbone = seven_images()
+    """Features of 7 test images, in chunks of 2, so of each rank 2, 3 or 2 rows, and an evaluation with the
+    others as the bank, of which each rank has a part. On ranks after the first, BatchNorm's statistics are
+    spoilt."""
+    torch.manual_seed(0)
+    images, labels = torch.randint(0, 256, (1207, 3, 8, 8), dtype=torch.uint8), torch.arange(1207) % 3
+    every = common.Images(images, labels, list("abc"), (0.5,) * 3, (0.25,) * 3, 8)
+    train, test = every.subset(torch.arange(1200)), every.subset(torch.arange(1200, 1207))
+    backbone, initial, probe = common.resnet(width=4), common.resnet(width=4), common.Probe(32, every, env)
     x = common.features(backbone, test, env, "fp32", chunk=2)
-    bank = x + 0.3 * x.std() * torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
-    return x, common.knn(bank, test.labels, x, test.labels, env, k=2)
+    backbone.bn1.running_mean += env.rank
+    args = SimpleNamespace(precision="fp32", workers=0)
+    return x, common.evaluate(backbone, probe, train, test, args, env, k=2, initial=initial)
+
+
+def told(env, failing):
+    """What a rank hears of a failure on another."""
+    try:
+        with common.together(env):
+            if env.rank == failing:
+                raise ValueError(f"rank {failing}\nfails")
+    except common.Fault as fault:
+        return str(fault)
 
 
 def worker(rank, world, port, results):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    env = common.init_distributed("cpu")
+    env = joined(rank, world, port)
     net = common.distribute(encoder(), env)
     shard = [x.chunk(world)[rank] for x in data()]
-    results[rank] = {
-        name: loss_and_gradients(net, *shard, loss_function) for name, loss_function in LOSSES.items()
-    }
+    result = {name: loss_and_gradients(net, *shard, function) for name, function in LOSSES.items()}
     z = torch.full((2, 3), float(rank))
     assert common.gather(z)[:, 0].tolist() == [r for r in range(world) for _ in "12"]
-    results[rank] = {**results[rank], "seven": seven(env)}
+    result.update(seven=seven(env), told=[told(env, failing) for failing in (0, world - 1, None)])
+    results[rank] = result
     model = encoder()
     model.register_buffer("queue", torch.full((4,), float(rank)))
     net = common.distribute(model, env)
@@ -101,12 +91,9 @@ def worker(rank, world, port, results):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(worker, (request.param, port, results), nprocs=request.param)
+        spread(worker, request.param, results)
         return dict(results)
 
 
@@ -121,8 +108,13 @@ def test_worlds_2_and_3_equal_world_1(processes, name):
 
 
 def test_seven_images_count_once_each(processes):
-    alone = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    x, accuracy = seven(alone)
-    assert (7 * accuracy) % 1 == pytest.approx(0, abs=1e-6)
+    x, row = seven(ALONE)
+    assert row.keys() == {"knn_accuracy", "knn_init", "knn_pixels", "probe_test_accuracy"}
+    assert all(7 * v == pytest.approx(round(7 * v), abs=1e-5) for v in row.values())
     for result in processes.values():
-        assert torch.equal(result["seven"][0], x) and result["seven"][1] == accuracy
+        assert torch.equal(result["seven"][0], x) and result["seven"][1] == row
+
+
+def test_all_hear_of_a_failure_on_one(processes):
+    for result in processes.values():
+        assert result["told"] == ["rank 0 fails", f"rank {len(processes) - 1} fails", None]

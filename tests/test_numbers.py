@@ -1,5 +1,5 @@
-"""Every loss on thousands of random inputs: finite values and gradients; shapes that do not match are
-refused."""
+"""Guards every loss, on thousands of random inputs: finite values and gradients; and that shapes that do not
+match are refused."""
 
 import random
 
@@ -13,6 +13,7 @@ import simaffinity
 import simtrace
 import simwhitening
 import vicreg_variants as vicreg
+from helpers import margin_loss, sane_loss
 
 MARGINS = [{}, dict(m1=0.3, m2=0.1), dict(scale=2.0, curvature=1.5), dict(ratio_m1=0.8),
            dict(attenuation=0.9), dict(attenuation=0.9, attenuation_type=2)]
@@ -20,21 +21,13 @@ MARGINS = [{}, dict(m1=0.3, m2=0.1), dict(scale=2.0, curvature=1.5), dict(ratio_
 
 def margin(framework, options):
     def loss(z1, z2, tau):
-        queue = F.normalize(torch.ones(3, z1.shape[1]), dim=1) if framework == "moco" else None
-        cos, pos = margin_infonce.similarities(framework, z1, z2, queue)
-        beta = float(framework != "byol")
-        return margin_infonce.margin_infonce_loss(cos, pos, tau=tau, beta=beta, **options)
+        queue = F.normalize(torch.ones(3, z1.shape[1]), dim=1)
+        return margin_loss(framework, z1, z2, queue, tau=tau, **options)
     return loss
 
 
-def sane_loss(z1, z2, tau):
-    z1, z2 = F.normalize(z1.float(), dim=1), F.normalize(z2.detach().float(), dim=1)
-    labels = sane.refine_labels(z2 @ z2.T, tau, 0.8, 1.0)
-    return sane.soft_infonce_loss(z1 @ z2.T, labels, tau)
-
-
 LOSSES = {  # (z1, z2, tau) -> loss
-    "sane": sane_loss,
+    "sane": lambda z1, z2, tau: sane_loss(z1.float(), z2.float(), z2[:0].float(), tau),
     "vicreg": lambda z1, z2, tau: vicreg.vicreg_loss(z1, z2)[0],
     "vicreg-exp": lambda z1, z2, tau: vicreg.vicreg_exp_loss(z1, z2, tau=tau)[0],
     "vicreg-ctr": lambda z1, z2, tau: vicreg.vicreg_ctr_loss(z1, z2, tau=tau)[0],

@@ -1,4 +1,4 @@
-"""Every command and code block of README runs: two at a time, long ones cut to a step, on a few small
+"""Guards README: every command and code block runs, two at a time, long ones cut to a step, on a few small
 images."""
 
 import importlib
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,15 +16,12 @@ import torch
 import torchvision
 
 import common
+from helpers import ROOT, SCRIPTS, noise, random_backbone
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
-LINES = [
-    line.split("&& ")[-1]
-    for block in re.findall(r"```sh\n(.*?)```", README, re.S)
-    for line in block.splitlines()
-]
+LINES = [line.split("&& ")[-1]
+         for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
 
 
 def expand(line):
@@ -60,9 +56,7 @@ def place(tmp_path_factory):
     )
     for split in ("train", "val"):
         for i in range(64):
-            path = place / "DIR" / "imagenet" / split / "ab"[i % 2] / f"{i}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torchvision.utils.save_image(torch.rand(3, 80, 90), path)
+            noise(place / "DIR" / "imagenet" / split / "ab"[i % 2] / f"{i}.jpg", (90, 80))
     return place
 
 
@@ -73,14 +67,8 @@ def run(command, place, *extra):
     torchrun = words[0] == "torchrun" and ("simtrace.py" in command or "linear_eval.py" in command)  # quicker
     launcher = [sys.executable, "-m", "torch.distributed.run"] if torchrun else [sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        [*launcher, *words[1:], *extra],
-        cwd=place,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=150,
-    )
+    result = subprocess.run([*launcher, *words[1:], *extra], cwd=place, env=environment, text=True,
+                            capture_output=True, timeout=150)
     assert result.returncode == 0, (command, result.stderr)
     return result.stdout
 
@@ -94,10 +82,8 @@ def port_for(command, i):
 
 def test_the_first_two_commands_are_one_line_each():
     first = re.search(r"```sh\n(.*?)```", README, re.S).group(1).splitlines()
-    assert first == [
-        "pip install -r requirements.txt && torchrun simtrace.py",
-        "pip install -r requirements.txt && python -m pytest",
-    ]
+    assert first == [f"pip install -r requirements.txt && {command}"
+                     for command in ("torchrun simtrace.py", "python -m pytest")]
     assert first[1] in (ROOT / ".ci" / "run").read_text()
 
 
@@ -116,24 +102,29 @@ def test_no_two_commands_want_the_same_folder():
 def test_training_commands(place):
     once = {expand(line)[0] for line in LINES}  # of a loop the first, as the others differ in a number
     commands = sorted({c for c in once if "linear_eval.py" not in c and "pytest" not in c})
-    assert {name for c in commands for name in re.findall(r"\w+\.py", c)} == {
-        p.name for p in ROOT.glob("*.py") if p.name not in ("common.py", "linear_eval.py")
-    }
+    assert {name for c in commands for name in re.findall(r"\w+\.py", c)} == set(SCRIPTS)
     together = [c for c in commands if "--nnodes=2" in c]
-
-    def train(i):
-        run(port_for(commands[i], i), place, *SHORT, "--out", f"runs/{i}")
-        file = "margin.png" if "--plot-gradients" in commands[i] else "backbone.pt"
-        assert (place / "runs" / str(i) / file).exists()
+    launched = [c for c in commands if "simtrace.py" in c and c not in together]
+    plain = [c.split()[1:] for c in commands if "simtrace.py" not in c]
+    (place / "train.py").write_text(  # one process for many, as importing torch takes longer than a step
+        "import sys, importlib\nstart, first = int(sys.argv[1]), sys.argv[2:]\n"
+        f"for i, (script, *args) in list(enumerate({plain}))[start::2]:\n"
+        "    module = importlib.import_module(script[:-3])\n"
+        "    module.main(module.parse_args([*args, *first, '--out', f'runs/{script}{i}']))\n")
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, [i for i, c in enumerate(commands) if c not in together]))
-        list(
-            pool.map(
-                lambda c: run(c.replace("--nproc_per_node=8", "--nproc_per_node=1"), place, *SHORT),
-                together * 2,
-            )
-        )
+        jobs = [pool.submit(run, f"python train.py {i}", place, *SHORT) for i in (0, 1)]
+        jobs += [pool.submit(run, port_for(c, i), place, *SHORT, "--out", f"runs/{i}")
+                 for i, c in enumerate(launched)]
+        jobs += [pool.submit(run, c.replace("--nproc_per_node=8", "--nproc_per_node=1"), place, *SHORT)
+                 for c in together * 2]
+        for job in jobs:
+            job.result()
+    folders = [f"{i}" for i in range(len(launched))]
+    folders += [f"{script}{i}" for i, (script, *_) in enumerate(plain)]
+    for folder, command in zip(folders, [*launched, *map(" ".join, plain)]):
+        file = "margin.png" if "--plot-gradients" in command else "backbone.pt"
+        assert (place / "runs" / folder / file).exists(), command
 
 
 def test_evaluation_commands_and_code(place):
@@ -198,12 +189,9 @@ def test_detectron2_names(tmp_path, monkeypatch):
 
 def test_code_blocks(place):
     """The first wants a backbone of full width; the others go on from each other."""
-    backbone = common.resnet("resnet18", 64, small_images=True)
-    (place / "runs" / "simtrace-cifar10").mkdir(parents=True, exist_ok=True)
-    common.save_checkpoint(
-        place / "runs" / "simtrace-cifar10" / "backbone.pt",
-        dict(state_dict=backbone.state_dict(), arch="resnet18", width=64, small_images=True),
-    )
+    folder = place / "runs" / "simtrace-cifar10"
+    folder.mkdir(parents=True, exist_ok=True)
+    random_backbone(folder, 64)
     blocks = [block for block in BLOCKS if "classifier.pt" not in block and "pickle" not in block]
     check = """
 import simaffinity, simwhitening, simtrace  # on the views that SimTrace's block has centred

@@ -1,11 +1,8 @@
-"""One step of each script, computed again from outside: its logged loss, the weights, key encoder and queue
-that it leaves."""
+"""Guards one step of each script, computed again from outside: its logged loss, the weights, key encoder and
+queue that it leaves."""
 
 import importlib
-import json
 import math
-import signal
-import sys
 
 import pytest
 import torch
@@ -13,60 +10,32 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
+from helpers import FixedViews, log, pixels, process_kept, saved, small_network, value
 
 COMMON = "--dataset patterns --batch-size 16 --projector 12-8 --epochs 2 --base-lr 4 --device cpu"
 COMMON += " --warmup-epochs 0 --precision fp32 --weight-decay 0.01"
 LR = 4 * 16 / 256 * (1 + math.cos(math.pi / 8)) / 2  # step 1 of 8
 
 
-class Views:
-    """For common.Augment: the images as they are, then mirrored, in turn; the last are kept."""
-
-    last, calls = [], 0
-
-    def __init__(self, size, crop_scale=(1, 1), **options):
-        self.size, self.crop_scale = size, crop_scale
-
-    def __call__(self, images, crop=True):
-        Views.calls += 1
-        x = images / 255 - 0.5
-        Views.last = [*Views.last[-1:], x.flip(3) if Views.calls % 2 == 0 else x]
-        return Views.last[-1]
-
-
-def network(*_):
-    net = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 10), nn.Tanh())
-    net.feature_dim = 10
-    return net
-
-
 def step(monkeypatch, tmp_path, capfd, name, flags):
     """Two steps of a script. Returns it, its args, the models before and after the second, an optimizer for
     the first, the views of the second and what it logged."""
     script = importlib.import_module(name)
-    monkeypatch.setattr(common, "resnet", network)
-    monkeypatch.setattr(common, "Augment", Views)
-    images = torch.randint(
-        0, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    monkeypatch.setattr(common, "resnet", small_network)
+    monkeypatch.setattr(common, "Augment", FixedViews)
+    images = pixels(64, 3, 32, 32)
     monkeypatch.setattr(common, "patterns", lambda train=True: (images, torch.arange(64) % 10))
     monkeypatch.setattr(script, "mlp", lambda widths: nn.Linear(widths[0], widths[-1]))
-    hook, handlers = sys.excepthook, [(n, signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)]
     states, rows, bias_lr = [], [], ["--bias-lr", "0.5"] if name == "vicreg_variants" else []
-    for steps in (1, 2):
-        args = script.parse_args(
-            [*COMMON.split(), *flags, *bias_lr, "--out", str(tmp_path / "run"), "--max-steps", str(steps)]
-        )
-        script.main(args)
-        states.append(torch.load(tmp_path / "run" / "checkpoint.pt"))
-        rows.append(json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1]))
-    sys.excepthook = hook
-    for number, handler in handlers:
-        signal.signal(number, handler)
-    capfd.readouterr()
-    logged = {
-        k: 2 * v - rows[0][k] for k, v in rows[1].items() if isinstance(v, float)
-    }  # rows are means of steps
+    words = [*COMMON.split(), *flags, *bias_lr, "--out", str(tmp_path / "run"), "--max-steps"]
+    for steps in "12":
+        args = script.parse_args([*words, steps])
+        with process_kept():
+            script.main(args)
+        states.append(saved(tmp_path / "run" / "checkpoint.pt"))
+        rows.append(log(tmp_path / "run")[-1])
+    capfd.readouterr()  # rows are means of steps
+    logged = {k: 2 * v - rows[0][k] for k, v in rows[1].items() if isinstance(v, float)}
     models = []
     for state in states:
         models.append(script.Model(args, True))
@@ -85,7 +54,7 @@ def step(monkeypatch, tmp_path, capfd, name, flags):
     assert decays[0] == 0.01 and (decays[-1] == 0 or isinstance(optimizer, common.LARS))
     for group, share in zip(optimizer.param_groups, (1, 0.5)):  # --bias-lr
         group["lr"] = LR * (share if name == "vicreg_variants" else 1)
-    return script, args, models, optimizer, Views.last, logged
+    return script, args, models, optimizer, FixedViews.last, logged
 
 
 def check_weights(before, after, optimizer, loss, momentum=None):
@@ -124,8 +93,7 @@ def test_sane(monkeypatch, tmp_path, capfd, ablation):
     calls, mixup = [], sane.momentum_mixup
     monkeypatch.setattr(sane, "momentum_mixup", lambda *a: calls.append(a) or mixup(*a))
     _, args, (before, after), optimizer, (x1, x2), logged = step(
-        monkeypatch, tmp_path, capfd, "sane", [*SANE, "--ablation", ablation]
-    )
+        monkeypatch, tmp_path, capfd, "sane", [*SANE, "--ablation", ablation])
     with torch.no_grad():
         new = F.normalize(before.target(x2), dim=1)
     keys = torch.cat([new, before.queue])
@@ -133,10 +101,8 @@ def test_sane(monkeypatch, tmp_path, capfd, ablation):
     p = ((new @ keys.T) / (0.3 * 0.7)).softmax(1)
     onehot = torch.eye(16, 40)
     q = (p * (1 - onehot)) / (p * (1 - onehot)).sum(1, keepdim=True)
-    a, b = (
-        mu * p.amax(1, keepdim=True) * (ablation != "no-p"),
-        mu * q.amax(1, keepdim=True) * (ablation != "no-q"),
-    )
+    a, b = (mu * p.amax(1, keepdim=True) * (ablation != "no-p"),
+            mu * q.amax(1, keepdim=True) * (ablation != "no-q"))
     z = 1 + a + b
     labels = (1 - a / z - b / z) * onehot + a / z * p + b / z * q
     _, _, used, theta, perm = calls[-1]
@@ -160,11 +126,9 @@ def test_sane(monkeypatch, tmp_path, capfd, ablation):
     assert (after.queue_y >= 0).all() and (before.queue_y[16:] == -1).all()
 
 
-MARGINS = [
-    "--m1 0.3 --m2 0.1 --scale 2 --curvature 1.5 --attenuation 0.5 --attenuation-type 2 --tau 0.4",
-    "--ratio-m1 0.8 --attenuation 0.3",
-    "--ratio-m1 0.8 --attenuation 0.3 --optimizer lars --final-momentum 1",
-]
+MARGINS = ["--m1 0.3 --m2 0.1 --scale 2 --curvature 1.5 --attenuation 0.5 --attenuation-type 2 --tau 0.4",
+           "--ratio-m1 0.8 --attenuation 0.3",
+           "--ratio-m1 0.8 --attenuation 0.3 --optimizer lars --final-momentum 1"]
 
 
 @pytest.mark.parametrize("flags", MARGINS)
@@ -172,8 +136,7 @@ MARGINS = [
 def test_margin_infonce(monkeypatch, tmp_path, capfd, framework, flags):
     all_flags = [*flags.split(), "--framework", framework, "--queue", "24", "--momentum-encoder", "0.9"]
     script, args, (before, after), optimizer, (x1, x2), logged = step(
-        monkeypatch, tmp_path, capfd, "margin_infonce", all_flags
-    )
+        monkeypatch, tmp_path, capfd, "margin_infonce", all_flags)
     tau = 0.4 if "--tau" in flags else {"moco": 0.2, "simclr": 0.5, "byol": 0.25}[framework]
     options = dict(m1=0.3, m2=0.1, scale=2.0, curvature=1.5, attenuation=0.5, attenuation_type=2)
     options = options if "--m1" in flags else dict(ratio_m1=0.8, attenuation=0.3)
@@ -205,43 +168,30 @@ def test_margin_infonce(monkeypatch, tmp_path, capfd, framework, flags):
 @pytest.mark.parametrize("momentum", ["0", "1"])
 @pytest.mark.parametrize("framework", ["moco", "byol"])
 def test_momentum_one_keeps_the_target_and_zero_makes_it_the_online_network(
-    monkeypatch, tmp_path, capfd, framework, momentum
-):
+    monkeypatch, tmp_path, capfd, framework, momentum):
     flags = ["--framework", framework, "--queue", "24", "--momentum-encoder", momentum]
     _, _, (before, after), *_ = step(monkeypatch, tmp_path, capfd, "margin_infonce", flags)
     online = nn.Sequential(after.backbone, after.projector)
-    assert not all(
-        torch.equal(a, b)
-        for a, b in zip(online.parameters(), nn.Sequential(before.backbone, before.projector).parameters())
-    )
+    old = nn.Sequential(before.backbone, before.projector)
+    assert not all(map(torch.equal, online.parameters(), old.parameters()))
     expected = before.target if momentum == "1" else online
     for found, wanted in zip(after.target.parameters(), expected.parameters(), strict=True):
         assert torch.equal(found, wanted)
 
 
-PURE = {
-    "simtrace --eps 0.01": lambda s, a, b: s.simtrace_loss(a, b, 0.01),
-    "simtrace --eps 0.01 --detach-cov": lambda s, a, b: s.simtrace_loss(a, b, 0.01, True),
-    "simaffinity --tau 0.3 --gamma 0.2": lambda s, a, b: s.simaffinity_loss(a, b, 0.3, 0.2)[0],
-    "simwhitening --tau 0.3 --gamma 0.2 --eps 0.01": lambda s, a, b: s.simwhitening_loss(
-        a, b, 0.3, 0.2, 0.01
-    )[0],
-    "vicreg_variants --sim-weight 2 --var-weight 3 --cov-weight 4": lambda s, a, b: s.vicreg_loss(
-        a, b, 2, 3, 4
-    )[0],
-    "vicreg_variants --method vicreg-exp --cov-weight 4 --tau 0.3": lambda s, a, b: s.vicreg_exp_loss(
-        a, b, 25, 25, 4, 0.3
-    )[0],
-    "vicreg_variants --method vicreg-ctr --var-weight 3 --tau 0.3": lambda s, a, b: s.vicreg_ctr_loss(
-        a, b, 25, 3, 25, 0.3
-    )[0],
-    "vicreg_variants --method simclr-sq --tau 0.3": lambda s, a, b: s.simclr_loss(a, b, 0.3, "sq"),
-    "vicreg_variants --method dcl-abs --normalize center": lambda s, a, b: s.simclr_loss(
-        a, b, 0.15, "abs", True, "center"
-    ),
-    "vicreg_variants --method spectral --radius 3": lambda s, a, b: s.spectral_loss(a, b, 3),
-    "vicreg_variants --method barlow --lambd 0.2": lambda s, a, b: s.barlow_loss(a, b, 0.2),
-    "vicreg_variants --method tcr --sim-weight 7": lambda s, a, b: s.tcr_loss(a, b, 0.5, 7),
+PURE = {  # the function and what comes after the views
+    "simtrace --eps 0.01": ("simtrace_loss", 0.01),
+    "simtrace --eps 0.01 --detach-cov": ("simtrace_loss", 0.01, True),
+    "simaffinity --tau 0.3 --gamma 0.2": ("simaffinity_loss", 0.3, 0.2),
+    "simwhitening --tau 0.3 --gamma 0.2 --eps 0.01": ("simwhitening_loss", 0.3, 0.2, 0.01),
+    "vicreg_variants --sim-weight 2 --var-weight 3 --cov-weight 4": ("vicreg_loss", 2, 3, 4),
+    "vicreg_variants --method vicreg-exp --cov-weight 4 --tau 0.3": ("vicreg_exp_loss", 25, 25, 4, 0.3),
+    "vicreg_variants --method vicreg-ctr --var-weight 3 --tau 0.3": ("vicreg_ctr_loss", 25, 3, 25, 0.3),
+    "vicreg_variants --method simclr-sq --tau 0.3": ("simclr_loss", 0.3, "sq"),
+    "vicreg_variants --method dcl-abs --normalize center": ("simclr_loss", 0.15, "abs", True, "center"),
+    "vicreg_variants --method spectral --radius 3": ("spectral_loss", 3),
+    "vicreg_variants --method barlow --lambd 0.2": ("barlow_loss", 0.2),
+    "vicreg_variants --method tcr --sim-weight 7": ("tcr_loss", 0.5, 7),
 }
 
 
@@ -249,7 +199,8 @@ PURE = {
 def test_two_views_and_a_loss(monkeypatch, tmp_path, capfd, flags):
     name, *rest = flags.split()
     script, _, (before, after), optimizer, (x1, x2), logged = step(monkeypatch, tmp_path, capfd, name, rest)
-    loss = PURE[flags](script, embed(before, x1), embed(before, x2))
+    function, *options = PURE[flags]
+    loss = value(getattr(script, function)(embed(before, x1), embed(before, x2), *options))
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
     check_weights(before, after, optimizer, loss)
 

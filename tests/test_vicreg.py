@@ -1,41 +1,24 @@
-"""Every loss from VICReg to SimCLR against a loop in float64, closed forms, invariances; the duality."""
+"""Guards every loss from VICReg to SimCLR, against float64 loops, closed forms, invariances; the duality."""
 
 import json
 import math
-import signal
-import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
+from PIL import ImageColor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
 import vicreg_variants
+from helpers import assert_finite, refused, run_here, variant_loss, views
 from vicreg_variants import (
-    barlow_loss,
-    contrastive_criterion,
-    covariance_term,
-    logsumexp_term,
-    noncontrastive_criterion,
-    simclr_loss,
-    spectral_loss,
-    tcr_loss,
-    vicreg_ctr_loss,
-    vicreg_exp_loss,
-    vicreg_loss,
-)
+    barlow_loss, contrastive_criterion, covariance_term, logsumexp_term, noncontrastive_criterion,
+    simclr_loss, spectral_loss, tcr_loss, vicreg_ctr_loss, vicreg_exp_loss, vicreg_loss)
 
 SIZES = [(8, 3), (5, 9)]  # (N, D)
-
-
-def views(n, d, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(n, d, generator=generator, dtype=torch.float64)
-    return z + 0.3, 0.7 * z + 0.5 * torch.randn(n, d, generator=generator, dtype=torch.float64)
 
 
 def slow_v(K):
@@ -51,10 +34,8 @@ def slow_v(K):
 def slow_C(K):
     n, d = K.shape
     mean = [sum(K[:, j]) / n for j in range(d)]
-    return [
-        [sum((K[i, a] - mean[a]) * (K[i, b] - mean[b]) for i in range(n)) / (n - 1) for b in range(d)]
-        for a in range(d)
-    ]
+    return [[sum((K[i, a] - mean[a]) * (K[i, b] - mean[b]) for i in range(n)) / (n - 1) for b in range(d)]
+            for a in range(d)]
 
 
 def slow_c(K):
@@ -136,8 +117,7 @@ def test_spectral_barlow_and_tcr_equal_the_loop(n, d):
 
     u1, u2 = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (a, b))
     rate = (
-        sum(np.log(np.linalg.eigvalsh(np.eye(d) + d / (n * 0.4) * u.T @ u)).sum() / 2 for u in (u1, u2)) / 2
-    )
+        sum(np.log(np.linalg.eigvalsh(np.eye(d) + d / (n * 0.4) * u.T @ u)).sum() / 2 for u in (u1, u2)) / 2)
     slow = 2.0 * sum(1 - u1[i] @ u2[i] for i in range(n)) / n - rate
     assert tcr_loss(z1, z2, eps=0.4, sim_weight=2.0).item() == pytest.approx(slow, rel=1e-10)
 
@@ -194,8 +174,7 @@ SIMCLR = {  # repulsion, decoupled
 @pytest.mark.parametrize("normalize", ["embeddings", "center", "standardize"])
 def test_methods_of_simclr(name, normalize):
     z1, z2 = views(9, 6)
-    args = vicreg_variants.parse_args(["--method", name, "--tau", "0.4", "--normalize", normalize])
-    found, _ = vicreg_variants.METHODS[name](z1, z2, args)
+    found, _ = variant_loss(z1, z2, name, "--tau", "0.4", "--normalize", normalize)
     assert found.item() == pytest.approx(slow_simclr(z1, z2, 0.4, *SIMCLR[name], normalize), rel=1e-10)
 
 
@@ -223,9 +202,8 @@ def test_defaults():
         assert vicreg_variants.parse_args(["--method", method]).tau == 0.15
 
 
-@pytest.mark.parametrize(
-    "method, lr, batch", [("simclr", 0.5, 2048), ("vicreg", 0.3, 1024), ("dcl", 0.3, 1024)]
-)
+@pytest.mark.parametrize("method, lr, batch",
+                         [("simclr", 0.5, 2048), ("vicreg", 0.3, 1024), ("dcl", 0.3, 1024)])
 def test_imagenet_recipe_is_the_papers(method, lr, batch):
     args = vicreg_variants.parse_args(["--dataset", "imagenet", "--method", method])
     assert (args.base_lr, args.batch_size, args.epochs, args.warmup_epochs) == (lr, batch, 100, 10)
@@ -234,7 +212,7 @@ def test_imagenet_recipe_is_the_papers(method, lr, batch):
 
 
 def value(name, z1, z2):
-    loss, _ = vicreg_variants.METHODS[name](z1, z2, vicreg_variants.parse_args(["--method", name]))
+    loss, _ = variant_loss(z1, z2, name)
     return loss
 
 
@@ -270,23 +248,16 @@ def test_gradients(name):
 
 @pytest.mark.parametrize("name", vicreg_variants.METHODS)
 @pytest.mark.parametrize(
-    "z", [torch.ones(8, 4), torch.zeros(8, 4), torch.eye(8), torch.randn(4, 16), 100 * torch.randn(16, 4)]
-)
+    "z", [torch.ones(8, 4), torch.zeros(8, 4), torch.eye(8), torch.randn(4, 16), 100 * torch.randn(16, 4)])
 def test_degenerate_input_is_finite(name, z):
-    z1, z2 = z.clone().requires_grad_(), z.clone().requires_grad_()
-    loss = value(name, z1, z2)
-    loss.backward()
-    assert loss.isfinite() and z1.grad.isfinite().all() and z2.grad.isfinite().all()
+    assert_finite(lambda a, b: value(name, a, b), z)
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1, 0.01, 0.005])
 def test_low_temperature(tau):
     z1, z2 = (z.float().requires_grad_() for z in views(16, 8))
-    for loss in (
-        simclr_loss(z1, z2, tau),
-        vicreg_exp_loss(z1, z2, tau=tau)[0],
-        vicreg_ctr_loss(z1, z2, tau=tau)[0],
-    ):
+    for loss in (simclr_loss(z1, z2, tau), vicreg_exp_loss(z1, z2, tau=tau)[0],
+                 vicreg_ctr_loss(z1, z2, tau=tau)[0]):
         loss.backward()
         assert loss.isfinite() and z1.grad.isfinite().all()
     if tau <= 0.1:
@@ -329,8 +300,7 @@ def test_losses_survive_compilation_and_functional_gradients(name):
     torch._dynamo.reset()
     y = z1.clone().requires_grad_()
     torch.compile(lambda a, b: vicreg_variants.METHODS[name](a, b, args)[0], backend="aot_eager")(
-        y, z2
-    ).backward()
+        y, z2).backward()
     found = torch.func.grad(lambda a: vicreg_variants.METHODS[name](a, z2, args)[0])(z1)
     for gradient in (y.grad, found):
         torch.testing.assert_close(gradient, x.grad, rtol=1e-9, atol=1e-12)
@@ -347,16 +317,14 @@ class Allocations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         tensors = [[t for t in tree_leaves(v) if torch.is_tensor(t)] for v in (args, out)]
         old, new = (
-            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in ts} for ts in tensors
-        )
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in ts} for ts in tensors)
         self.count += sum(size >= 4 * self.numel for storage, size in new.items() if storage not in old)
         return out
 
 
 @pytest.mark.parametrize(
     "name, n, d, matrices",
-    [("vicreg-exp", 4, 64, 2), ("vicreg-ctr", 64, 4, 2), ("simclr", 64, 4, 1), ("dcl", 64, 4, 1)],
-)
+    [("vicreg-exp", 4, 64, 2), ("vicreg-ctr", 64, 4, 2), ("simclr", 64, 4, 1), ("dcl", 64, 4, 1)])
 def test_logsumexp_keeps_the_matrix_and_nothing_of_its_size(name, n, d, matrices):
     """The product makes each of the matrices, the backward pass its gradient, and that is all."""
     args = vicreg_variants.parse_args(["--method", name])
@@ -402,12 +370,8 @@ def test_one_sample_is_refused():
     for loss in (vicreg_loss, vicreg_exp_loss):
         with pytest.raises(ValueError, match="2 samples"):
             loss(z, z)
-    for name, z in (
-        ("vicreg-ctr", torch.randn(1, 4)),
-        ("vicreg-exp", torch.randn(4, 1)),
-        ("dcl", z),
-        ("spectral", z),
-    ):
+    for name, z in (("vicreg-ctr", torch.randn(1, 4)), ("vicreg-exp", torch.randn(4, 1)), ("dcl", z),
+                    ("spectral", z)):
         with pytest.raises(ValueError):
             value(name, z, z)
     with pytest.raises(ValueError):
@@ -424,9 +388,8 @@ def test_duality(n, d):
     slow = sum((z[:, i] @ z[:, j]).item() ** 2 for i in range(d) for j in range(d) if i != j)
     assert noncontrastive_criterion(z).item() == pytest.approx(slow, rel=1e-10)
     left = noncontrastive_criterion(z) + z.norm(dim=0).pow(4).sum()
-    torch.testing.assert_close(
-        left, contrastive_criterion(z) + z.norm(dim=1).pow(4).sum(), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(left, contrastive_criterion(z) + z.norm(dim=1).pow(4).sum(), rtol=1e-12,
+                               atol=0)
     u = F.normalize(z, dim=1)
     gap = (noncontrastive_criterion(u) - contrastive_criterion(u)).item()
     assert n - n**2 - 1e-9 <= gap <= n - n**2 / d + 1e-9
@@ -446,13 +409,10 @@ def test_duality_of_doubly_normalised_embeddings(n, d):
     assert gap == pytest.approx(n - n**2 / d, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "flags", [["--method", "simsiam"], ["--tau", "0"], ["--normalize", "rows"], ["--tau", "nan"]]
-)
+@pytest.mark.parametrize("flags",
+                         [["--method", "simsiam"], ["--tau", "0"], ["--normalize", "rows"], ["--tau", "nan"]])
 def test_errors(capsys, flags):
-    with pytest.raises(SystemExit) as error:
-        vicreg_variants.parse_args(flags)
-    assert error.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+    refused(capsys, vicreg_variants.parse_args, flags, status=2)
 
 
 def test_measures():
@@ -501,21 +461,19 @@ def test_byols_pair_of_augmentations_is_table_s1():
     assert first == second == {}
 
 
-def test_the_two_augmentations_make_the_two_views(monkeypatch, tmp_path, capsys):
+def test_the_two_augmentations_make_the_two_views(monkeypatch, tmp_path, capfd):
     """All of the first view is blurred, none solarized; args.json counts the projector's parameters."""
-    seen, run = [], common.Run
-    monkeypatch.setattr(common, "Run", lambda *a: seen.append(a[6]) or run(*a))
-    monkeypatch.setattr(signal, "signal", lambda *a: None)
+    seen, batches = [], common.Run.batches
+    monkeypatch.setattr(common.Run, "batches", lambda run, *a: seen.append(a[1]) or batches(run, *a))
     flags = "--width 4 --projector 6-5-3 --limit-images 64 --batch-size 32 --max-steps 1 --device cpu"
     flags += f" --out {tmp_path / 'run'} --augment byol --arch resnet18"
-    hook = sys.excepthook
-    vicreg_variants.main(vicreg_variants.parse_args(flags.split()))
-    sys.excepthook = hook
+    status, out, _ = run_here(capfd, "vicreg_variants.py", *flags.split())
+    assert status == 0
     assert [(view.blur_p, view.solarize_p) for view in seen[0]] == [(1.0, 0.0), (0.1, 0.2)]
     parameters = 32 * 6 + 6 * 2 + 6 * 5 + 5 * 2 + 5 * 3
     args = json.loads((tmp_path / "run" / "args.json").read_text())["all"]
     assert args["projector_parameters"] == parameters
-    assert f"vicreg, projector 6-5-3 of {parameters} parameters" in capsys.readouterr().out
+    assert f"vicreg, projector 6-5-3 of {parameters} parameters" in out
 
 
 def test_projector_ends_in_a_plain_layer():
@@ -533,32 +491,28 @@ def test_pictures():
     assert correlations[1, 3] == pytest.approx(expected, abs=1e-5)
 
 
-def drawn(picture, colour):
-    """Height, 0 to 1, of the topmost pixel of a colour in each column of a chart, nan where there is none."""
-    found = (picture[:, 8:-8, 8:-8] - torch.tensor(colour)[:, None, None]).abs().amax(0) < 0.02
-    return np.where(found.any(0), 1 - found.float().argmax(0).numpy() / 239, np.nan)
-
-
-BLUE, LIGHT_BLUE = (0.1, 0.1, 0.5), (0.2, 0.5, 0.8)
+def drawn(picture, i):
+    """Of the i-th line of a plot: its height between the axes, 0 to 1, in each column between them, nan where
+    another covers it."""
+    colour = torch.tensor(ImageColor.getrgb(common.COLOURS[i]))[:, None, None] / 255
+    found = (picture[:, :, 60:391] - colour).abs().amax(0) < 0.01
+    return np.where(found.any(0), (226 - found.float().argmax(0).numpy()) / 196, np.nan)
 
 
 def test_spectrum_picture():
-    """Four dimensions whose variances are 1, 1e-2, 1e-4 and 1e-6: steps of 2 decades of the 8. Samples on two
+    """Four dimensions whose variances are 1, 1e-2, 1e-4 and 1e-6: 2 decades each of the 8. Samples on two
     axes: cosines -1, 0 and 1."""
     signs = torch.tensor([[a, b, a * b, c] for a in (1.0, -1) for b in (1, -1) for c in (1, -1)])
     z, h = signs * torch.tensor([1, 1e-1, 1e-2, 1e-3]), signs[:, :2] * torch.tensor([1, 10**-2.5])
-    left = vicreg_variants.spectrum_picture(z, h)[:, :, :376]
-    heights = drawn(left, BLUE)
-    for i, wanted in ((1, 0.75), (2, 0.5), (3, 0.25)):
-        assert heights[90 * i + 45] == pytest.approx(wanted, abs=0.01)
-    of_h = drawn(left, LIGHT_BLUE)  # over the embeddings' first
-    assert of_h[45] == pytest.approx(1, abs=0.01) and of_h[300] == pytest.approx(3 / 8, abs=0.01)
-    collapsed = vicreg_variants.spectrum_picture(torch.ones(8, 4), torch.eye(8))[:, :, :376]
-    assert np.nanmax(drawn(collapsed, BLUE)) < 0.02
+    top = vicreg_variants.spectrum_picture(z, h)[:, :256]
+    assert drawn(top, 0)[[110, 220, 330]] == pytest.approx([0.75, 0.5, 0.25], abs=0.015)
+    assert drawn(top, 1)[[0, 110]] == pytest.approx([1, 3 / 8], abs=0.015)  # over the embeddings' first
+    collapsed = vicreg_variants.spectrum_picture(torch.ones(8, 4), torch.eye(8))[:, :256]
+    assert np.nanmax(drawn(collapsed, 0)) < 0.02
 
     z = torch.tensor([[1.0, 0], [1, 0], [-1, 0], [-1, 0], [0, 1], [0, -1]])
-    right = vicreg_variants.spectrum_picture(z, torch.randn(12, 3))[:, :, 376:]
-    cosines, correlations = drawn(right, BLUE), drawn(right, LIGHT_BLUE)
-    assert cosines[0] == pytest.approx(10 / 16, abs=0.01)  # of 30 pairs 16 at 0, 10 at -1, 4 at 1
-    assert cosines[-2] == pytest.approx(4 / 16, abs=0.01)
-    assert correlations[180] == pytest.approx(1, abs=0.01) and np.nanmax(correlations[10:170]) < 0.02
+    below = vicreg_variants.spectrum_picture(z, torch.randn(12, 3))[:, 256:]
+    cosines, correlations = drawn(below, 0), drawn(below, 1)
+    # of 30 pairs 16 at 0, 10 at -1, 4 at 1
+    assert cosines[[0, -1]] == pytest.approx([10 / 16, 4 / 16], abs=0.015)
+    assert correlations[166] == pytest.approx(1, abs=0.015) and np.nanmax(correlations[:160]) < 0.02
