@@ -20,8 +20,8 @@ curves           k-NN and online probe over the epochs of several runs, from the
 
 stdout ends with a JSON object for each run; accuracy: of the last epoch, each test image once. Features come
 over their mean norm s (ours; --no-normalize: as they are): SGD with lr is then SGD with lr / s^2 without, and
-lr 30 suits every network: top-1 of three pre-runs (SimCLR, VICReg-exp, SANE; frozen-features, see README)
-43.3, 47.0, 34.7 %; as they are 35.3, 39.1, 32.7 %.
+lr 30 suits every network: top-1 of three pre-runs (SimCLR, VICReg-exp, SANE; frozen-features, see
+.github/measurements.md) 43.3, 47.0, 34.7 %; as they are 35.3, 39.1, 32.7 %.
 """
 import argparse
 import hashlib

@@ -34,8 +34,8 @@ each rank's.
                                                                     resnet18 is cheaper)
     torchrun --nproc_per_node=8 sane.py --dataset imagenet --crops multi --strong --data-dir DIR
 
-Measured (k-NN, width 16, n = 1, AMD EPYC, see README): patterns 50.6 %; CIFAR-10 in ten epochs 56.7 %, MoCo
-(--lam 0) 49.9 %; initialisation 20.0, 32.2 %. The paper's recipes have not been run.
+Measured (k-NN, width 16, n = 1, AMD EPYC, see .github/measurements.md): patterns 50.6 %; CIFAR-10 in ten
+epochs 56.7 %, MoCo (--lam 0) 49.9 %; initialisation 20.0, 32.2 %. The paper's recipes have not been run.
 """
 import argparse
 import copy

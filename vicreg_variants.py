@@ -33,9 +33,9 @@ worth w / (2 tau^2 (d - 1)) of VICReg's: 0.001 at d = 2048. tau 0.05 and weight 
     torchrun vicreg_variants.py --dataset cifar10                    a GPU: VICReg
     torchrun --nproc_per_node=8 vicreg_variants.py --dataset imagenet --data-dir DIR
 
-Measured (k-NN, width 16, one run each, see README), VICReg, VICReg-exp, VICReg-ctr, SimCLR: on patterns
-67.0, 75.5, 80.2, 79.0 %, at initialisation 20.0 %; in ten epochs of CIFAR-10 54.4 (60.0 with cov_weight
-16), 60.9, 61.4, 62.2 %, at initialisation 32.2 %.
+Measured (k-NN, width 16, one run each, see .github/measurements.md), VICReg, VICReg-exp, VICReg-ctr, SimCLR:
+on patterns 67.0, 75.5, 80.2, 79.0 %, at initialisation 20.0 %; in ten epochs of CIFAR-10 54.4 (60.0 with
+cov_weight 16), 60.9, 61.4, 62.2 %, at initialisation 32.2 %.
 """
 import argparse
 import copy
@@ -155,7 +155,8 @@ def vicreg_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: fl
 def vicreg_exp_loss(z1: Tensor, z2: Tensor, sim_weight: float = 25.0, var_weight: float = 25.0,
                     cov_weight: float = 1.0, tau: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """VICReg-exp, Eq. 12: VICReg with the LogSumExp of each dimension's covariances. ValueError for D = 1.
-    The script passes tau 0.05 and cov_weight 25, here and to vicreg-ctr, which learn more so (README)."""
+    The script passes tau 0.05 and cov_weight 25, here and to vicreg-ctr, which learn more so
+    (.github/measurements.md)."""
     with torch.autocast(z1.device.type, enabled=False):
         z1, z2 = full_precision(z1, z2)
         var = (variance_term(z1) + variance_term(z2)) / 2

@@ -1,5 +1,5 @@
-"""Guards README: every command and code block runs, two at a time, long ones cut to a step, on a few small
-images."""
+"""Guards README and .github/measurements.md: every command and code block runs, two at a time, long ones cut to
+a step, on a few small images."""
 
 import importlib
 import os
@@ -19,9 +19,10 @@ import common
 from helpers import ROOT, SCRIPTS, noise, random_backbone
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+TEXT = README + (ROOT / ".github" / "measurements.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 LINES = [line.split("&& ")[-1]
-         for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+         for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S) for line in block.splitlines()]
 
 
 def expand(line):
