@@ -1,5 +1,5 @@
-"""Guards README and .github/measurements.md: every command and code block runs, two at a time, long ones cut to
-a step, on a few small images."""
+"""Guards README and .github/measurements.md: every command and code block runs, two at a time, long ones cut
+to a step, on a few small images."""
 
 import importlib
 import os
