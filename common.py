@@ -273,8 +273,9 @@ class Augment:
     device.
 
     RandomResizedCrop, flip, ColorJitter, grayscale, Gaussian blur (odd kernel, about size / 10), solarize as
-    torchvision's on float images, each image with draws of its own from the device's default generator. One
-    deviation: the order of ColorJitter's operations is drawn once per call, not per image.
+    torchvision's on float images, each image with draws of its own from the device's default generator (which
+    images to blur: from the CPU's). One deviation: the order of ColorJitter's operations is drawn once per
+    call, not per image.
     crop=False takes images that were cropped to `size` already."""
 
     def __init__(self, size: int, crop_scale=(0.2, 1.0), flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8,
@@ -288,7 +289,8 @@ class Augment:
     def __call__(self, images: Tensor, crop: bool = True) -> Tensor:
         order = torch.randperm(4).tolist()
         out = torch.empty(len(images), self.size, self.size, 3, device=images.device).permute(0, 3, 1, 2)
-        part = max(1, len(images) if images.is_cuda else 2**18 // self.size**2)  # what a CPU's cache holds
+        on_cpu = images.device.type == "cpu"  # whose cache holds so much
+        part = max(1, 2**18 // self.size**2 if on_cpu else len(images))
         for x, result in zip(images.split(part), out.split(part)):
             result.copy_(self.augment(x, order, crop).transpose(0, 1))
         return out
@@ -1172,7 +1174,7 @@ class Run:
         try:
             picture = make()
             write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
-        except Exception as error:
+        except Exception as error:  # a full disk, no memory, a matrix that does not converge: not worth the run
             say(f"warning: no {name} at step {self.step}: {error}", sys.stderr)
         self.model.train()
 

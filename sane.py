@@ -185,7 +185,7 @@ class StrongAugment:
             kinds = torch.randint(len(names), (n,)).where(torch.rand(n) < 0.5, names.index("identity"))
             v = torch.randint(1, 10, (n,)) * (2 * torch.randint(2, (n,)) - 1) / 10
             order, counts = kinds.argsort(), kinds.bincount(minlength=len(names)).tolist()
-            order, v = order.to(x.device), v[order].view(n, 1, 1, 1).to(x.device)
+            order, v = (t.to(x.device, non_blocking=True) for t in (order, v[order].view(n, 1, 1, 1)))
             for name, at, strength in zip(names, order.split(counts), v.split(counts)):
                 if name != "identity" and len(at):
                     x[at] = OPERATIONS[name](x[at], strength)
