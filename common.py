@@ -1174,7 +1174,7 @@ class Run:
         try:
             picture = make()
             write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
-        except Exception as error:  # a full disk, no memory, a matrix that does not converge: not worth the run
+        except Exception as error:  # a full disk, no memory, an odd matrix: not worth the run
             say(f"warning: no {name} at step {self.step}: {error}", sys.stderr)
         self.model.train()
 

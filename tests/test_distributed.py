@@ -23,7 +23,8 @@ LOSSES = {
     "sane": lambda z1, z2: sane_loss(z1, z2, QUEUE),
     **{name: lambda z1, z2, name=name: variant_loss(z1, z2, name) for name in vicreg_variants.METHODS},
     **{framework: lambda z1, z2, framework=framework: margin_loss(
-        framework, z1, z2, QUEUE, tau=0.5, m1=0.2, attenuation=0.3) for framework in ("moco", "simclr", "byol")},
+        framework, z1, z2, QUEUE, tau=0.5, m1=0.2, attenuation=0.3)
+       for framework in ("moco", "simclr", "byol")},
     "simtrace, detached": lambda z1, z2: simtrace.simtrace_loss(z1, z2, detach_cov=True),
 }
 
