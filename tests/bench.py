@@ -9,6 +9,7 @@
     python tests/bench.py peer       SimCLR here over a plain script of it (needs CIFAR-10 in --data-dir)
     python tests/bench.py compile    each script with and without --compile
     python tests/bench.py all
+    python tests/bench.py supervised the short recipe's network trained on labels (CIFAR-10; not in `all`)
 
 At the end a table of figures and targets; status 1 if a target is missed. `step` alternates a step of the
 script with a bare one: the same networks' passes on ready batches, a backward pass, the optimiser's step.
@@ -457,8 +458,42 @@ def compiled(args):
                whole[1] / whole[0])
 
 
+# supervised
+
+
+def supervised(args):
+    """Ten epochs of cross-entropy on labels: network, schedule and augmented views as in the short recipe."""
+    env = common.init_distributed(args.device)
+    train, test = (common.load_images("cifar10", args.data_dir, split, env) for split in (True, False))
+    torch.manual_seed(0)
+    net = common.resnet("resnet18", 16)
+    net.fc = nn.Linear(net.feature_dim, 10)
+    net = net.to(env.device, memory_format=torch.channels_last)
+    decayed = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.9, nesterov=True)
+    view, steps = common.Augment(32, mean=train.mean, std=train.std), len(train.images) // 512
+    for epoch in range(10):
+        for i, (x, y) in enumerate(common.batches(train, epoch, 512, env, 0, (view, view))):
+            for group in optimizer.param_groups:
+                group["lr"] = common.cosine_lr(epoch * steps + i, 10 * steps, 0.2, steps)
+            with common.autocast(env.device):
+                logits = net(torch.cat(x).to(memory_format=torch.channels_last))
+            loss = F.cross_entropy(logits.float(), y.repeat(2))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"epoch {epoch + 1}/10  loss {loss.item():.3f}", flush=True)
+    fc, net.fc = net.fc, nn.Identity()
+    x, test_x = (common.features(net, data, env) for data in (train, test))
+    accuracy = (fc(test_x).argmax(1).cpu() == test.labels).float().mean().item()
+    report("supervised, ten epochs: test accuracy", 100 * accuracy, "%")
+    report("the same: k-NN", 100 * common.knn_accuracy(x, train.labels, test_x, test.labels, 20), "%")
+
+
 PARTS = {"step": step, "evaluate": evaluate, "augment": augment, "losses": losses, "files": files,
-         "growth": growth, "peer": peer, "compile": compiled}
+         "growth": growth, "peer": peer, "compile": compiled, "supervised": supervised}
 
 
 def main():
@@ -469,7 +504,7 @@ def main():
     parser.add_argument("--data-dir", default="data", help="where CIFAR-10 is")
     args = parser.parse_args()
     for name, part in PARTS.items():
-        if args.part in (name, "all"):
+        if name == args.part or args.part == "all" and name != "supervised":
             part(args)
     print("\n" + "\n".join(line(*row) for row in table))
     sys.exit(not all(met(figure, target, more) for _, figure, _, target, more in table))
