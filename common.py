@@ -705,7 +705,6 @@ def fixed_batch(data: Images, args, env: SimpleNamespace, views) -> list[Tensor]
     return next(batches(data, -1, n, alone, args.seed, views, args.workers))[0]
 
 
-
 # evaluation
 
 

@@ -19,7 +19,8 @@ import common
 from helpers import ROOT, SCRIPTS, noise, random_backbone
 
 README = (ROOT / "README.md").read_text()
-TEXT = README + (ROOT / ".github" / "measurements.md").read_text()
+MEASUREMENTS = (ROOT / ".github" / "measurements.md").read_text()
+TEXT = README + MEASUREMENTS
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 LINES = [line.split("&& ")[-1]
          for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S) for line in block.splitlines()]
@@ -36,6 +37,21 @@ def expand(line):
 COMMANDS = [command for line in LINES for command in expand(line)]
 SHORT = "--max-steps 1 --arch resnet18 --width 4 --projector 16-8 --batch-size 16 --limit-images 64".split()
 SHORT += ["--image-size", "32"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_measured_figures(script):
+    """A docstring's last lines, three at most, and README's table have no figure but those of the script's
+    section in measurements.md, or of its first one and that of patterns."""
+    parts = re.split("^## ", MEASUREMENTS, flags=re.M)
+    section = "".join(part for part in parts if script in part.split("\n")[0] or part == parts[0]
+                      or part.startswith("patterns"))
+    lines = importlib.import_module(script.removesuffix(".py")).__doc__.strip().split("\n\n")[-1]
+    row = "".join(line for line in README.splitlines() if f"| `{script} " in line)
+    for text in (lines, row):
+        figures = re.findall(r"\b\d\d\.\d\b", text)
+        assert figures and {*figures} <= {*re.findall(r"\b\d\d\.\d\b", section)}, text
+    assert lines.startswith("Measured") and lines.count("\n") < 3
 
 
 @pytest.fixture(scope="module")
