@@ -182,6 +182,10 @@ def resnet(arch: str = "resnet18", width: int = 64, small_images: bool = True) -
         for stride in [1 if i == 0 else 2] + [1] * (depth - 1):
             shortcut = None if stride == 1 and channels == out else nn.Sequential(
                 nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            if channels < 8 and stride > 1:  # where oneDNN's strided 1x1 convolution may write out of bounds
+                conv, norm = shortcut[0], shortcut[1]
+                conv.stride = 1, 1
+                shortcut = nn.Sequential(OrderedDict({"skip": nn.MaxPool2d(1, stride), "0": conv, "1": norm}))
             blocks.append(block(channels, width * 2**i, stride, shortcut))
             channels = out
         net[f"layer{i + 1}"] = nn.Sequential(*blocks)
