@@ -10,8 +10,9 @@
     the run                 a folder in which a training goes on
 
 Nothing here knows a method: losses, projectors, recipes and the training loop are in the scripts. Each
-function can be copied out with the imports it uses. A new method is a copy of the script nearest to it; a
-new data set has its name in DATASETS, its images in load_images, and a recipe in each script.
+function can be copied out, with its imports and the functions of this file that it calls. A new method
+is a copy of the script nearest to it; a new data set has its name in DATASETS, its images in load_images, and a
+recipe in each script.
 """
 import argparse
 import atexit
@@ -960,7 +961,8 @@ def parse_run_args(parser, recipes: dict, argv=None) -> argparse.Namespace:
     dataset = chosen(argv, "--dataset", "patterns")
     parser.set_defaults(out=f"runs/{Path(parser.prog).stem}-{dataset}", **recipes.get(dataset, {}))
     for action in parser._actions:
-        if parser.get_default(action.dest) not in (None, False, argparse.SUPPRESS):
+        default = parser.get_default(action.dest)
+        if default is not None and default is not False and default != argparse.SUPPRESS:  # 0 is one
             action.help += " (default %(default)s)"
     args = parser.parse_args(argv)
     args.eval_every = args.eval_every or max(1, args.epochs // 20)

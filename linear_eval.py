@@ -298,12 +298,14 @@ def main(args):
     def write():  # a result stands there once
         with open(Path(args.out) / "eval.jsonl", "a+") as file:
             file.seek(0)
-            if (line := json.dumps(results[-1]) + "\n") not in file:
-                file.write(line)
+            there = file.readlines()
+            file.writelines(line for line in (f"{json.dumps(row)}\n" for row in results) if line not in there)
 
     if args.out:
         common.on_rank0(lambda: Path(args.out).mkdir(parents=True, exist_ok=True), env)
     results = curves(args, env) if args.protocol == "curves" else []
+    if results:
+        common.on_rank0(write, env)
     try:
         for run in args.runs if args.protocol != "curves" else ():
             if not results:  # what cannot be read ends the program before the work

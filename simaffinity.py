@@ -1,7 +1,7 @@
 """SimAffinity, Sec. 3.1, of UniCLR.
 
 Li et al., "A Unified Framework for Contrastive Learning from a Perspective of Affinity Matrix", arXiv
-2211.14516; its siblings are simaffinity.py, simwhitening.py and simtrace.py.
+2211.14516; its siblings are simwhitening.py and simtrace.py.
 
     A    = norm(z1) norm(z2)^T / tau   (N, N)
     loss = CE(A, arange(N)) + gamma ||A - A^T||_F            Eq. 1 + gamma Eq. 5 = Eq. 6
@@ -19,8 +19,9 @@ imagenet100, imagenet.
     torchrun simaffinity.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simaffinity.py --dataset imagenet --data-dir DIR
 
-Measured, k-NN: patterns 77.8 %; CIFAR-10 in ten epochs 60.4 % (60.1 to 60.7), in four of 10,000 images
-43.1 %, means of three seeds. At initialisation 20.0, 32.2, 27.9 %. Width 16: see .github/measurements.md.
+Measured, k-NN: patterns 77.8 % (n = 1); CIFAR-10, means of three seeds: in ten epochs 60.4 % (60.1 to
+60.7), in four of 10,000 images 43.1 %. At initialisation 20.0, 32.2, 27.9 %. Width 16: see
+.github/measurements.md.
 """
 import argparse
 import copy

@@ -25,8 +25,8 @@ imagenet100, imagenet.
     torchrun simtrace.py --dataset cifar10                           a GPU: the paper's recipe
     torchrun --nproc_per_node=8 simtrace.py --dataset imagenet --data-dir DIR
 
-Measured, k-NN: patterns 86.3 % (one core: 76.2 %); CIFAR-10 in ten epochs 59.7 % (58.2 to 60.8), in four of
-10,000 images 42.2 %, means of three seeds. At initialisation 20.0, 32.2, 27.9 %. Width 16: see
+Measured, k-NN: patterns 86.3 % (one core: 76.2 %; n = 1); CIFAR-10, means of three seeds: in ten epochs
+59.7 % (58.2 to 60.8), in four of 10,000 images 42.2 %. At initialisation 20.0, 32.2, 27.9 %. Width 16: see
 .github/measurements.md.
 """
 import argparse

@@ -26,7 +26,7 @@ residual branches; the online probe's BatchNorm and rate; rankme of one batch, n
 Why tau 0.5 and weights 25, 25, 1 collapse: embeddings of one dimension, copied to all with either sign, cost
 log cosh(1 / tau) = 1.3 more of c_exp than decorrelated ones, whatever d, where c is d - 1, 2047 at d = 2048.
 For covariances small beside tau, c enters c_exp times 1 / (2 tau^2 (d - 1)), so that vicreg-exp's weight w is
-worth w / (2 tau^2 (d - 1)) of VICReg's: 0.001 at d = 2048. tau 0.05 and weight 25 make that 2 there, and
+worth w / (2 tau^2 (d - 1)) of VICReg's: 0.001 at d = 2048. tau 0.05 and weight 25 make that 2.4 there, and
 39 at d = 128 (vicreg-ctr: d is the batch), where it was searched: another projector may want another weight.
 
     torchrun vicreg_variants.py --method vicreg-ctr                  a CPU: minutes, nothing to download

@@ -420,6 +420,7 @@ def test_curves(capsys, tmp_path, monkeypatch):
     linear_eval.main(linear_eval.parse_args(args))
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["knn_accuracy"] for line in lines[-2:]] == [0.6, 0.5] and len(lines) == 5
+    assert (tmp_path / "out" / "eval.jsonl").read_text().splitlines() == lines[-2:]
     picture = torch.from_numpy(np.asarray(torchvision.datasets.folder.pil_loader("out/curves.png")).copy())
     assert picture.shape == (512, 640, 3)
 
