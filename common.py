@@ -919,7 +919,8 @@ def add_machine_args(parser):
     """The flags that every program here shares; errors become one line and status 2."""
     parser.error = lambda message: fail(f"{message}; see --help", 2)
     add = parser.add_argument
-    add("--data-dir", type=os.path.expanduser, default="data", help="where the data set is")
+    add("--data-dir", type=os.path.expanduser, default="data", help="where the data set is; linear_eval.py "
+        "looks where the run found it, if nothing else is said")
     add("--classes", type=os.path.expanduser, metavar="FILE", help="use the class folders named there only")
     add("--seed", type=whole, default=0, help="of everything random")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto: the fastest there is")
@@ -1030,9 +1031,9 @@ class Run:
                 before = {**now, **(json.loads(arguments.read_text()) if arguments.exists() else {})}
                 other = [f"{k} {before[part].get(k)} (now {now[part].get(k)})" for part in now
                          for k in {**before[part], **now[part]} if before[part].get(k) != now[part].get(k)]
-                if other:
-                    raise ValueError(f"it holds another run: {', '.join(other)}")
                 lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+                if other and (lines or checkpoint.exists()):
+                    raise ValueError(f"it holds another run: {', '.join(other)}")
                 rows = [json.loads(line) for line in lines if line.endswith("\n")]
                 if checkpoint.exists():
                     state = load_checkpoint(checkpoint)

@@ -54,11 +54,11 @@ def parse_args(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folder, checkpoint.pt or backbone.pt")
-    add("--protocol", default="linear",
+    add("--protocol", default="linear", help="default: linear",
         choices=("linear", "frozen-features", "knn", "rankme", "cka", "features", "curves"))
     add("--other", help="second run, checkpoint or backbone, for --protocol cka")
-    add("--k", type=several(common.count), default=[200], help="neighbours, K or K,K,...")
-    add("--tau", type=several(common.positive), default=[0.1], help="temperature of the vote, T or T,T,...")
+    add("--k", type=several(common.count), default=[200], help="neighbours, K or K,K,... (default 200)")
+    add("--tau", type=several(common.positive), default=[0.1], help="temperature of the vote, T or T,T,... (default 0.1)")
     add("--dataset", choices=common.DATASETS, help="default: that of the pretraining")
     add("--epochs", type=common.count, help="of the classifier (default 100; imagenet 90)")
     add("--batch-size", type=common.count, help="over all processes (default 256; imagenet 1024)")
@@ -74,6 +74,7 @@ def parse_args(argv=None):
         help="folder for eval.jsonl (results, added), .npy, .png and the classifier of each epoch: the same "
              "command goes on from it; other settings or another backbone start anew")
     common.add_machine_args(parser)
+    parser.set_defaults(data_dir=None)  # of the pretraining's data set: where that found it; else data
     args = parser.parse_args(argv)
     if (args.protocol == "cka") != (args.other is not None):
         parser.error("--other goes with --protocol cka, and cka needs it")
@@ -119,13 +120,20 @@ def load_backbone(path) -> tuple[nn.Module, dict]:
     return backbone.requires_grad_(False).eval(), about
 
 
-def method(run) -> str:
-    """What the args.json beside a backbone says: --method, --framework or else the script."""
+def said(run) -> dict:
+    """What the args.json beside a backbone says: its `script` and its flags, if it is there."""
     try:
-        said = json.loads(((Path(run) if Path(run).is_dir() else Path(run).parent) / "args.json").read_text())
-        return said["settings"].get("method") or said["settings"].get("framework") or said["script"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return "-"
+        file = (Path(run) if Path(run).is_dir() else Path(run).parent) / "args.json"
+        about = json.loads(file.read_text())
+        return {"script": about.get("script", "-"), **about.get("settings", {}), **about.get("all", {})}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def method(run) -> str:
+    """--method, --framework or else the script that made a backbone."""
+    about = said(run)
+    return about.get("method") or about.get("framework") or about.get("script", "-")
 
 
 def linear(run, name: str, backbone: nn.Module, about: dict, train, test, features, args, env) -> dict:
@@ -216,17 +224,19 @@ def evaluate(run, args, env) -> dict:
             common.fail(f"{run}: {fault}")
 
     def images(train: bool, about):  # as the network was trained to see them
-        data = common.load_images(name, args.data_dir, train, env, about["image_size"],
+        data = common.load_images(name, data_dir, train, env, about["image_size"],
                                   classes=args.classes, report=True)
         return data and replace(data, **{k: about[k] for k in ("mean", "std", "image_size")})
 
     backbone, about = load_backbone(run)
     name, protocol = args.dataset or about["dataset"], args.protocol
+    found = said(run).get("data_dir") if name == about["dataset"] else None
+    data_dir = args.data_dir or found or "data"
     train, test = images(True, about), images(False, about)
     if test is None and protocol not in ("rankme", "features"):
-        common.fail(f"{args.data_dir} has no test images: put them in its folder test or val")
+        common.fail(f"{data_dir} has no test images: put them in its folder test or val")
     if protocol in ("linear", "frozen-features", "knn") and (train.labels is None or test.labels is None):
-        why = train.unlabelled or test.unlabelled or f"{args.data_dir} must have a folder per class"
+        why = train.unlabelled or test.unlabelled or f"{data_dir} must have a folder per class"
         common.fail(f"--protocol {protocol} needs labels: {why}")
     result = {"protocol": protocol, "run": str(run), "method": method(run), "dataset": name,
               "n_train": len(train.images), "n_test": len(test.images) if test else 0}

@@ -159,6 +159,18 @@ def test_checkpoint_and_run_folder_hold_the_same_backbone(trained):
     assert same(a, b) and linear_eval.method(out / "checkpoint.pt") == "simtrace"
 
 
+def test_images_are_where_the_run_found_them(capsys, trained, folder):
+    """Unless --data-dir, or another data set, says otherwise."""
+    args = [str(trained[1]), "--protocol", "knn", "--device", "cpu"]
+    linear_eval.main(linear_eval.parse_args(args))
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    linear_eval.main(linear_eval.parse_args([*args, "--data-dir", str(folder)]))
+    assert said == json.loads(capsys.readouterr().out.splitlines()[-1]) and said["n_test"] > 0
+    with pytest.raises(SystemExit):
+        linear_eval.main(linear_eval.parse_args([*args, "--dataset", "imagenet"]))
+    assert "no images in data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change, words", [
     (lambda s: s.update(state_dict={f"net.{k}": v for k, v in s["state_dict"].items()}), ['"conv1.weight"']),
     (lambda s: s["state_dict"].pop("bn1.weight"), ["Missing", '"bn1.weight"']),

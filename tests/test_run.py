@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import random
 import shutil
@@ -422,6 +423,14 @@ def test_other_settings_and_damaged_files_are_refused(capfd, tmp_path):
     assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out))
     (out / "args.json").write_text("{")
     assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_holds_nothing(capfd, tmp_path):
+    args = [*TINY, "--out", tmp_path, "--max-steps", "1"]
+    (tmp_path / "args.json").write_text(json.dumps({"settings": {"base_lr": 7}, "data": {"train_images": 1}}))
+    (tmp_path / "log.jsonl").touch()
+    assert run_here(capfd, "simtrace.py", *args)[0] == 0 and (tmp_path / "checkpoint.pt").exists()
+    assert json.loads((tmp_path / "args.json").read_text())["settings"]["base_lr"] != 7
 
 
 def test_full_disk(capfd, tmp_path, monkeypatch):
