@@ -11,8 +11,8 @@
 
 Nothing here knows a method: losses, projectors, recipes and the training loop are in the scripts. Each
 function can be copied out, with its imports and the functions of this file that it calls. A new method
-is a copy of the script nearest to it; a new data set has its name in DATASETS, its images in load_images, and a
-recipe in each script.
+is a copy of the script nearest to it; a new data set has its name in DATASETS, its images in load_images,
+and a recipe in each script.
 """
 import argparse
 import atexit
@@ -183,10 +183,10 @@ def resnet(arch: str = "resnet18", width: int = 64, small_images: bool = True) -
         for stride in [1 if i == 0 else 2] + [1] * (depth - 1):
             shortcut = None if stride == 1 and channels == out else nn.Sequential(
                 nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-            if channels < 8 and stride > 1:  # where oneDNN's strided 1x1 convolution may write out of bounds
-                conv, norm = shortcut[0], shortcut[1]
-                conv.stride = 1, 1
-                shortcut = nn.Sequential(OrderedDict({"skip": nn.MaxPool2d(1, stride), "0": conv, "1": norm}))
+            if channels < 8 and stride > 1:  # there oneDNN's strided 1x1 convolution may write out of bounds
+                shortcut[0].stride = 1, 1
+                layers = {"skip": nn.MaxPool2d(1, stride), **dict(shortcut.named_children())}
+                shortcut = nn.Sequential(OrderedDict(layers))
             blocks.append(block(channels, width * 2**i, stride, shortcut))
             channels = out
         net[f"layer{i + 1}"] = nn.Sequential(*blocks)
@@ -919,8 +919,7 @@ def add_machine_args(parser):
     """The flags that every program here shares; errors become one line and status 2."""
     parser.error = lambda message: fail(f"{message}; see --help", 2)
     add = parser.add_argument
-    add("--data-dir", type=os.path.expanduser, default="data", help="where the data set is; linear_eval.py "
-        "looks where the run found it, if nothing else is said")
+    add("--data-dir", type=os.path.expanduser, default="data", help="where the data set is")
     add("--classes", type=os.path.expanduser, metavar="FILE", help="use the class folders named there only")
     add("--seed", type=whole, default=0, help="of everything random")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto: the fastest there is")

@@ -58,8 +58,10 @@ def parse_args(argv=None):
         choices=("linear", "frozen-features", "knn", "rankme", "cka", "features", "curves"))
     add("--other", help="second run, checkpoint or backbone, for --protocol cka")
     add("--k", type=several(common.count), default=[200], help="neighbours, K or K,K,... (default 200)")
-    add("--tau", type=several(common.positive), default=[0.1], help="temperature of the vote, T or T,T,... (default 0.1)")
-    add("--dataset", choices=common.DATASETS, help="default: that of the pretraining")
+    add("--tau", type=several(common.positive), default=[0.1],
+        help="temperature of the vote, T or T,T,... (default 0.1)")
+    add("--dataset", choices=common.DATASETS,
+        help="default: that of the pretraining, where it was found then, or in --data-dir")
     add("--epochs", type=common.count, help="of the classifier (default 100; imagenet 90)")
     add("--batch-size", type=common.count, help="over all processes (default 256; imagenet 1024)")
     add("--optimizer", choices=("sgd", "lars"), help="default sgd; imagenet lars")
@@ -74,7 +76,7 @@ def parse_args(argv=None):
         help="folder for eval.jsonl (results, added), .npy, .png and the classifier of each epoch: the same "
              "command goes on from it; other settings or another backbone start anew")
     common.add_machine_args(parser)
-    parser.set_defaults(data_dir=None)  # of the pretraining's data set: where that found it; else data
+    parser.set_defaults(data_dir=None)
     args = parser.parse_args(argv)
     if (args.protocol == "cka") != (args.other is not None):
         parser.error("--other goes with --protocol cka, and cka needs it")
@@ -230,8 +232,8 @@ def evaluate(run, args, env) -> dict:
 
     backbone, about = load_backbone(run)
     name, protocol = args.dataset or about["dataset"], args.protocol
-    found = said(run).get("data_dir") if name == about["dataset"] else None
-    data_dir = args.data_dir or found or "data"
+    found = said(run).get("data_dir", "data")  # perhaps on another machine
+    data_dir = args.data_dir or (found if name == about["dataset"] and os.path.isdir(found) else "data")
     train, test = images(True, about), images(False, about)
     if test is None and protocol not in ("rankme", "features"):
         common.fail(f"{data_dir} has no test images: put them in its folder test or val")
@@ -314,9 +316,9 @@ def main(args):
     if args.out:
         common.on_rank0(lambda: Path(args.out).mkdir(parents=True, exist_ok=True), env)
     results = curves(args, env) if args.protocol == "curves" else []
-    if results:
-        common.on_rank0(write, env)
     try:
+        if results:
+            common.on_rank0(write, env)
         for run in args.runs if args.protocol != "curves" else ():
             if not results:  # what cannot be read ends the program before the work
                 [load_backbone(path) for path in (*args.runs, args.other) if path]

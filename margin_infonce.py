@@ -48,9 +48,9 @@ over all, which tells little of a single image; on CPUs it is over each rank's.
     torchrun margin_infonce.py --dataset cifar10 --m1 0.2            a GPU: the paper's recipe, MoCo, a margin
     torchrun --nproc_per_node=8 margin_infonce.py --dataset imagenet --scale 2 --curvature 1.5 --data-dir DIR
 
-Measured (k-NN, width 16, n = 1, see .github/measurements.md), MoCo, SimCLR, BYOL: patterns 48.5, 72.5, 60.0
-%, at initialisation 20.0 %; CIFAR-10 in ten epochs 48.4, 55.1, 47.0 % (BYOL at tau 1), with ratio_m1 0.4
-47.8, 55.0 %, with m1 0.2 48.7 % (BYOL), at initialisation 32.2 %.
+Measured (k-NN, width 16, n = 1, see .github/measurements.md), MoCo, SimCLR, BYOL: patterns 48.5, 72.5,
+60.0 %, at initialisation 20.0 %; CIFAR-10 in ten epochs 48.4, 55.1, 47.0 % (BYOL at tau 1), with
+ratio_m1 0.4 47.8, 55.0 %, with m1 0.2 48.7 % (BYOL), at initialisation 32.2 %.
 """
 import argparse
 import copy

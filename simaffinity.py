@@ -9,7 +9,8 @@ Li et al., "A Unified Framework for Contrastive Learning from a Perspective of A
 CE, one direction only, asks each row of A to be largest on the diagonal, against N - 1 negatives; the
 symmetry term asks both views to agree on who resembles whom. It is a norm, not a mean: relative to CE its
 gradient grows with sqrt(N), and gamma means more in a larger batch. With --predictor or --momentum-encoder
-A is not symmetric by itself: there it won over CE and short trainings collapsed, with --gamma 0 they did not.
+A is not symmetric by itself: there the term won over CE and a short training learnt nothing, with --gamma 0
+it did (n = 1 each).
 
 Ours, not the paper's: tau; the mean in --symmetric; the last BatchNorm without scale and shift;
 jitter strengths (SimSiam's); a blur of 3 taps at 32 px, which caps sigma near 0.8; no zero-init of residual

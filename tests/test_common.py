@@ -4,6 +4,7 @@ import ast
 import colorsys
 import errno
 import io
+import copy
 import math
 import os
 import pickle
@@ -981,3 +982,13 @@ def test_a_section_uses_those_above_it_only():
     assert used_before_defined(["def f():\n    return g()\n", "def g():\n    return 1\n"]) == {"g"}
     swapped = [parts["head"], parts["evaluation"], parts["data"]]
     assert "Images" in used_before_defined(swapped)  # the check sees it where there is one
+
+
+def test_narrow_networks_skip_pixels_before_the_shortcut():
+    """Below 8 channels, for oneDNN's sake: a strided 1x1 convolution by another name."""
+    net = common.resnet("resnet18", 4).eval()
+    strided, x = copy.deepcopy(net), torch.randn(2, 3, 32, 32)
+    shortcut = strided.layer2[0].downsample
+    shortcut.skip, shortcut[1].stride = torch.nn.Identity(), (2, 2)
+    assert torch.equal(net(x), strided(x)) and not hasattr(net.layer3[0].downsample, "skip")
+    assert net.state_dict().keys() == common.resnet("resnet18", 64).state_dict().keys()
