@@ -86,21 +86,21 @@ def init_distributed(device: str = "auto") -> SimpleNamespace:
     """Join torchrun's process group, if there is one. Returns `.rank .world_size .device`.
 
     Status 2 for a device that is not there, or half a launcher. CPU tensors go by gloo, CUDA's by nccl."""
-    number = {name: int(text) for name, text in os.environ.items() if text.isdecimal()}
-    rank, world_size = number.get("RANK", 0), number.get("WORLD_SIZE", 1)
+    given = {name: int(text) for name, text in os.environ.items() if text.isdecimal()}
+    rank, world_size = given.get("RANK", 0), given.get("WORLD_SIZE", 1)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if rank >= world_size or world_size > 1 and missing:
         os.environ.pop("RANK", None)  # so that this process speaks
         fail(f"WORLD_SIZE {world_size}, RANK {rank}, no {', '.join(missing) or 'sense'}: half a launcher; "
              "start with torchrun or unset them", 2)
-    here = number.get("LOCAL_WORLD_SIZE", world_size)
-    count = {"cpu": here, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    here = given.get("LOCAL_WORLD_SIZE", world_size)
+    there = {"cpu": here, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if device == "auto":
-        device = "cuda" if count["cuda"] else "mps" if count["mps"] and world_size == 1 else "cpu"
-    if here > count[device]:
-        fail(f"--device {device}: {here} process(es) but {count[device]} such device(s); try --device cpu", 2)
+        device = "cuda" if there["cuda"] else "mps" if there["mps"] and world_size == 1 else "cpu"
+    if here > there[device]:
+        fail(f"--device {device}: {here} process(es) but {there[device]} such device(s); try --device cpu", 2)
     if device == "cuda":
-        device = f"cuda:{number.get('LOCAL_RANK', 0)}"
+        device = f"cuda:{given.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
     if world_size > 1 and not dist.is_initialized():
@@ -304,18 +304,18 @@ class Augment:
         def uniform(low, high):  # one number per image, to broadcast over (3, B, H, W)
             return torch.empty(len(images), 1, 1, device=images.device).uniform_(low, high)
 
-        def chosen(p):
+        def drawn(p):
             return uniform(0, 1) < p
 
         n, _, height, width = images.shape
         if crop:
             box = random_box(n, height, width, self.crop_scale, images.device)
-            x = crop_and_flip(images, *box, self.size, chosen(self.flip))
+            x = crop_and_flip(images, *box, self.size, drawn(self.flip))
         else:
             x = images.transpose(0, 1).float().div_(255)
-            x = torch.where(chosen(self.flip), x.flip(3), x)
+            x = torch.where(drawn(self.flip), x.flip(3), x)
         if self.jitter_p > 0:
-            on = chosen(self.jitter_p)
+            on = drawn(self.jitter_p)
             brightness, contrast, saturation = (
                 uniform(max(0, 1 - s), 1 + s).where(on, 1) for s in self.jitter[:3])
             hue = uniform(-self.jitter[3], self.jitter[3]).where(on, 0)
@@ -331,7 +331,7 @@ class Augment:
                 else:
                     x = shift_hue(x, hue)
         if self.gray_p > 0:
-            grey, on = luma(x), chosen(self.gray_p).float()
+            grey, on = luma(x), drawn(self.gray_p).float()
             x.mul_(1 - on).add_(grey.mul_(on))
         if self.blur_p > 0:
             sigma = uniform(*self.blur_sigma)
@@ -340,21 +340,22 @@ class Augment:
                 on = torch.tensor(on).to(x.device, non_blocking=True)
                 x[:, on] = blur(x[:, on], sigma[on], int(self.size * 0.1) | 1)
         if self.solarize_p > 0:
-            x = torch.where(chosen(self.solarize_p) & (x >= 128 / 255), 1 - x, x)
+            x = torch.where(drawn(self.solarize_p) & (x >= 128 / 255), 1 - x, x)
         for channel, mean, std in zip(x, self.mean, self.std):
             channel.sub_(mean).div_(std)
         return x
 
 
-def random_box(n: int, height: int, width: int, scale, device, ratio=(3 / 4, 4 / 3)) -> list[Tensor]:
+def random_box(n: int, height: int, width: int, scale, device) -> list[Tensor]:
     """top, left, height, width (n, 1, 1) as RandomResizedCrop draws them: ten tries, then the centre."""
+    low, high = 3 / 4, 4 / 3  # width / height
     area = height * width * torch.empty(n, 10, device=device).uniform_(*scale)
-    aspect = torch.empty(n, 10, device=device).uniform_(math.log(ratio[0]), math.log(ratio[1])).exp_()
+    aspect = torch.empty(n, 10, device=device).uniform_(math.log(low), math.log(high)).exp_()
     w, h = (area * aspect).sqrt_().round_(), (area / aspect).sqrt_().round_()
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
     first, found = fits.float().argmax(1, keepdim=True), fits.any(1, keepdim=True)
-    w = w.gather(1, first).where(found, min(width, round(height * ratio[1])))
-    h = h.gather(1, first).where(found, min(height, round(width / ratio[0])))
+    w = w.gather(1, first).where(found, min(width, round(height * high)))
+    h = h.gather(1, first).where(found, min(height, round(width / low)))
     top, left = ((torch.rand_like(v) * (all_ - v + 1)).where(found, (all_ - v) / 2).floor_()
                  for v, all_ in ((h, height), (w, width)))
     return [v[..., None] for v in (top, left, h, w)]
@@ -470,7 +471,7 @@ def read_rgb(file: str, least: int = 2**20) -> Image.Image:
     OSError if it cannot be read."""
     try:
         with Image.open(file) as image:
-            image.draft(None, [-(-side * least // min(image.size)) for side in image.size])
+            image.draft(None, [-(-pixels * least // min(image.size)) for pixels in image.size])
             image.load()
         with contextlib.suppress(Exception):  # a damaged tag spoils no picture
             ImageOps.exif_transpose(image, in_place=True)
@@ -869,7 +870,7 @@ def plot(title: str, curves: dict, low: float | None = None, high: float | None 
     Points that are not finite are left out, those beyond low and high lie there. -> picture (3, 256, 640)"""
     curves = {name: torch.stack([torch.as_tensor(v, dtype=torch.double) for v in curve])
               for name, curve in curves.items()}
-    x, y = torch.cat([*curves.values(), torch.full((2, 1), math.nan)], dim=1)
+    x, y = torch.cat([*curves.values()], dim=1)
     (x0, x1), (y0, y1) = ((v[v.isfinite()].min().item(), v[v.isfinite()].max().item()) for v in (x, y))
     y0, y1 = y0 if low is None else low, y1 if high is None else high
     picture = Image.new("RGB", (640, 256), "white")
@@ -906,7 +907,7 @@ def number(low: float, high: float, kind=float):
     return read
 
 
-count, side, whole = number(1, 10**7, int), number(1, 2**16, int), number(0, 2**63 - 1, int)
+count, side, natural = number(1, 10**7, int), number(1, 2**16, int), number(0, 2**63 - 1, int)
 rate, positive, fraction = number(0, 1e30), number(1e-30, 1e30), number(0, 1)
 
 
@@ -921,10 +922,10 @@ def add_machine_args(parser):
     add = parser.add_argument
     add("--data-dir", type=os.path.expanduser, default="data", help="where the data set is")
     add("--classes", type=os.path.expanduser, metavar="FILE", help="use the class folders named there only")
-    add("--seed", type=whole, default=0, help="of everything random")
+    add("--seed", type=natural, default=0, help="of everything random")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto: the fastest there is")
     add("--precision", default="auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 where it is faster")
-    add("--workers", type=whole, default=4, help="processes that decode large images")
+    add("--workers", type=natural, default=4, help="processes that decode large images")
 
 
 def add_run_args(parser):
@@ -994,6 +995,9 @@ class Run:
         self.steps_per_epoch = len(train.images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
         self.warmup_steps = round(args.warmup_epochs * self.steps_per_epoch)
+        if self.warmup_steps >= self.total_steps:
+            say(f"warning: --warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate "
+                "only rises", sys.stderr)
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
         self.tested = test and test.labels is not None
         self.late, self.terms = None, ()  # the last step's loss, not looked at yet; names of the loss's terms
@@ -1003,9 +1007,9 @@ class Run:
         self.resume({"train_images": len(train.images), "test_images": len(test.images) if test else 0,
                      "classes": len(train.classes), "image_size": train.image_size,
                      "fingerprint": "-".join(data.fingerprint for data in (train, test) if data)})
-        for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's
-                signal.signal(number, lambda number, frame: setattr(self, "signal", number))
+        for which in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(which) != signal.SIG_IGN:  # nohup's
+                signal.signal(which, lambda which, frame: setattr(self, "signal", which))
 
     def lock(self):
         """Refuse a folder that another process writes to. A record lock ends with its process, however that
@@ -1064,6 +1068,8 @@ class Run:
             say(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
         if self.step < self.last_step:
             yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
+            if not self.is_over():
+                say(f"step {self.step} of {self.total_steps}, as --max-steps asks; without it, it goes on")
 
     def batches(self, epoch: int, views):
         """(step, views, labels) for the rest of an epoch. A signal: checkpoint, and exit."""
@@ -1192,7 +1198,7 @@ class Run:
         loss = plot("loss over epochs", {"loss": [*zip(*((row["epoch"], row["loss"]) for row in self.rows))]})
         return torch.cat([plot("accuracy in % over epochs", lines), loss], dim=1) if lines else loss
 
-    def end_epoch(self, epoch: int):
+    def end_epoch(self):
         """The epoch's line in log.jsonl, curves.png, and a line to read."""
         row, args, self.owed = self.row, self.args, False
         self.rows.append(row)

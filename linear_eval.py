@@ -108,17 +108,19 @@ def load_backbone(path) -> tuple[nn.Module, dict]:
     if weights is None and "model" in about:  # checkpoint.pt: the whole model, of which backbone.* is ours
         model = about.pop("model")
         weights = {k.removeprefix("backbone."): v for k, v in model.items() if k.startswith("backbone.")}
+    named = weights if isinstance(weights, dict) else about
+    keys = ", ".join(str(key) for key in list(named)[:3]) or "nothing"
     try:
         backbone = common.resnet(about["arch"], about["width"], about["small_images"])
         backbone.load_state_dict(weights)
         wanted = ("arch", "width", "small_images", "mean", "std", "image_size", "dataset")
         about = {key: about[key] for key in wanted}
     except RuntimeError as error:  # a key too few or too many, a shape that differs
-        common.fail(f"{path} holds no backbone of this project: {' '.join(str(error).split())[:300]}")
+        common.fail(f"{path} holds no backbone of this project: its weights are {keys}, ...: "
+                    f"{' '.join(str(error).split())[:300]}")
     except (KeyError, TypeError, AttributeError):
-        keys = ", ".join(str(key) for key in list(about if weights is None else weights)[:3])
-        common.fail(f"{path} holds no backbone of this project: it has {keys or 'nothing'}, not arch, width, "
-                    "... and a state_dict with conv1.weight, ...")
+        common.fail(f"{path} holds no backbone of this project: it has {keys}, not arch, width, ... and a "
+                    "state_dict with conv1.weight, ...")
     return backbone.requires_grad_(False).eval(), about
 
 

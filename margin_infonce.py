@@ -95,13 +95,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--framework", choices=tuple(TAU), default=framework, help="decides --tau, on ImageNet all")
     add("--tau", type=common.positive, default=TAU.get(framework),
         help="temperature: moco 0.2, simclr 0.5, on imagenet 0.1, byol 0.25")
-    add("--m1", type=float, default=0.0, help="angular margin, in radians (Eq. 4)")
-    add("--m2", type=float, default=0.0, help="subtractive margin (Eq. 4)")
+    add("--m1", type=common.number(-100, 100), default=0.0, help="angular margin, in radians (Eq. 4)")
+    add("--m2", type=common.number(-100, 100), default=0.0, help="subtractive margin (Eq. 4)")
     add("--scale", type=common.positive, default=1.0, help="s, of the positive's gradient (Eq. 9)")
     add("--curvature", type=common.positive, help="c: 1 - (theta / pi)^c on it too (Eq. 10, 11)")
-    add("--ratio-m1", type=float, default=0.0,
+    add("--ratio-m1", type=common.number(-100, 100), default=0.0,
         help="angular margin whose ratio (Theorem 6) each row's gradient gets")
-    add("--attenuation", type=float, default=0.0,
+    add("--attenuation", type=common.number(0, 0.999999), default=0.0,
         help="a in [0, 1): 1 / (1 - a q~) on the gradient; 1 - exp(-m2 / tau): that of the margin m2")
     add("--attenuation-type", type=int, choices=(1, 2), default=1, help="1: of a row, 2: of its positive")
     add("--queue", type=common.count, help="keys of earlier batches (moco)")
@@ -115,13 +115,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     recipes = {**RECIPES, "imagenet": large, "imagenet100": dict(large, batch_size=256)}
     args = common.parse_run_args(parser, recipes, argv)
     args.final_momentum = args.momentum_encoder if args.final_momentum is None else args.final_momentum
-    for name in ("m1", "m2", "ratio_m1"):
-        if not math.isfinite(vars(args)[name]):
-            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} is not finite")
     if args.ratio_m1 and (args.m1 or args.m2):
         parser.error("--ratio-m1 is for a loss without margins: leave out --m1 and --m2")
-    if not 0 <= args.attenuation < 1:
-        parser.error(f"--attenuation {args.attenuation} is not in [0, 1)")
     if args.framework == "moco" and args.queue < args.batch_size:
         parser.error(f"--queue {args.queue} is below --batch-size {args.batch_size}: it holds whole batches")
     return args
@@ -369,7 +364,7 @@ def main(args):
             run.attempt("evaluation", lambda: common.evaluate(
                 model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
         run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
-        run.end_epoch(epoch)
+        run.end_epoch()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ epochs 56.7 %, MoCo (--lam 0) 49.9 %; initialisation 20.0, 32.2 %. The paper's r
 import argparse
 import copy
 import math
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -236,6 +237,8 @@ def small_crops(args, data: common.Images) -> list:
     size, pixels = data.image_size, (224, 192, 160, 128, 96) if args.crops == "multi" else (96,)
     if size <= 64:
         pixels = (224,) if args.strong else ()
+        if args.crops == "multi":
+            common.say(f"warning: --crops multi is for images above 64 px, and these have {size}", sys.stderr)
     shares = [p / 224 for p in pixels] if args.lam else []
     augment = StrongAugment if args.strong else common.Augment
     return [augment(round(size * s), (0.2 * s, s), mean=data.mean, std=data.std) for s in shares]
@@ -336,7 +339,7 @@ def main(args):
         run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
         run.draw("labels.png", lambda: common.grid(
             labels_picture(model, *fixed).flatten(0, 1), min(10, 1 + args.batch_size)))
-        run.end_epoch(epoch)
+        run.end_epoch()
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main(args):
             run.attempt("evaluation", lambda: common.evaluate(
                 model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
         run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
-        run.end_epoch(epoch)
+        run.end_epoch()
 
 
 if __name__ == "__main__":

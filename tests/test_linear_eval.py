@@ -172,13 +172,14 @@ def test_images_are_where_the_run_found_them(capsys, trained, folder):
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda s: s.update(state_dict={f"net.{k}": v for k, v in s["state_dict"].items()}), ['"conv1.weight"']),
+    (lambda s: s.update(state_dict={f"net.{k}": v for k, v in s["state_dict"].items()}), ["net.conv1.weight,"]),
     (lambda s: s["state_dict"].pop("bn1.weight"), ["Missing", '"bn1.weight"']),
     (lambda s: s["state_dict"].update({"fc.weight": torch.zeros(2, 128)}), ["Unexpected", '"fc.weight"']),
     (lambda s: s["state_dict"].update({"stem.weight": s["state_dict"].pop("layer1.0.bn1.bias")}),
      ["Missing", '"layer1.0.bn1.bias"', "Unexpected", '"stem.weight"']),
     (lambda s: s.update(width=8), ["conv1.weight", "[16, 3, 3, 3]", "[8, 3, 3, 3]"]),
     (lambda s: s.pop("arch"), ["conv1.weight"]),
+    (lambda s: s.update(state_dict=3), ["arch"]),
     (lambda s: [s.clear(), s.update({"layer.weight": torch.zeros(1)})], ["layer.weight"])])
 def test_foreign_weights_are_refused(capsys, backbone, tmp_path, change, words):
     state = saved(backbone / "backbone.pt")

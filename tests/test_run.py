@@ -86,6 +86,7 @@ def test_a_part_of_the_schedule_then_the_rest(capfd, whole, tmp_path):
     assert log(out)[-1]["step"] == 13 and log(out)[-1]["epoch"] == 2 and (out / "backbone.pt").exists()
     again = run_here(capfd, "simtrace.py", *TINY, "--out", out, "--max-steps", "13")
     assert "finished" in again[1] and "finished" not in first[1] and first[0] == again[0] == 0
+    assert first[1].splitlines()[-1].startswith("step 13 of 20, as --max-steps asks")
     run_here(capfd, "simtrace.py", *TINY, "--out", out)
     assert_same(weights(out), weights(whole))
     assert same_rows(log(out), log(whole))
@@ -108,6 +109,12 @@ def test_what_a_person_sees(capfd, tmp_path):
                 factor * row[key], rel=5e-3, abs=0.051)
     assert len({*map(len, epochs)}) == 1 and len({line.index("k-NN") for line in epochs}) == 1
     assert all(f"{100 * rows[-1][key]:.1f}%" in last for key in ("knn_accuracy", "knn_init", "knn_pixels"))
+
+
+def test_a_warm_up_longer_than_the_training_is_said(capfd, tmp_path):
+    args = [*TINY, "--epochs", "1", "--warmup-epochs", "1", "--out", tmp_path]
+    status, _, err = run_here(capfd, "simtrace.py", *args)
+    assert (status, err) == (0, "warning: --warmup-epochs 1 of --epochs 1: the learning rate only rises\n")
 
 
 def test_signals(whole, tmp_path):
@@ -207,15 +214,15 @@ def test_killed_between_checkpoint_and_log_line(capfd, whole, tmp_path, monkeypa
     """Once with a part of the line written, once with none of it: the restart evaluates and writes it."""
     out = tmp_path / "run"
 
-    def killed(self, epoch):
+    def killed(self):
         with open(self.out / "log.jsonl", "a") as file:
-            file.write('{"epoch": 1, "st' if epoch == 0 else "")
+            file.write('{"epoch": 1, "st' if self.step == 10 else "")
         raise SystemExit(137)
 
     for step in (10, 20):
         with monkeypatch.context() as patch:
             end = common.Run.end_epoch
-            end_or_die = lambda run, epoch: (killed if run.step == step else end)(run, epoch)  # noqa: E731
+            end_or_die = lambda run: (killed if run.step == step else end)(run)  # noqa: E731
             patch.setattr(common.Run, "end_epoch", end_or_die)
             assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 137
         assert saved(out / "checkpoint.pt")["step"] == step and len(log_lines(out)) == 1
@@ -578,9 +585,9 @@ def without_batchnorm(script, args, env, out, err):
     module.mlp = lambda widths: torch.nn.Linear(widths[0], widths[-1], bias=False)
     write = module.common.Run.end_epoch
 
-    def end_epoch(run, *args):
+    def end_epoch(run):
         torch.save(run.model.state_dict(), run.out / f"rank{run.env.rank}.pt")
-        write(run, *args)
+        write(run)
 
     module.common.Run.end_epoch = end_epoch
     for path, descriptor in ((out, 1), (err, 2)):
@@ -625,9 +632,9 @@ def kept_by_rank(script, args, env, out, err):
     run = importlib.import_module("common").Run
     end = run.end_epoch
 
-    def keep_and_end(self, epoch):
+    def keep_and_end(self):
         torch.save(self.model.state_dict(), self.out / f"rank{self.env.rank}.pt")
-        end(self, epoch)
+        end(self)
 
     run.end_epoch = keep_and_end
     program(script, args, env, out, err)

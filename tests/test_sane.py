@@ -220,7 +220,7 @@ def data(size):
     return common.Images([], None, [], (0.5,) * 3, (0.25,) * 3, size)
 
 
-def test_small_crops():
+def test_small_crops(capsys):
     def sizes(size, *flags):
         views = sane.small_crops(sane.parse_args([*TINY, *flags]), data(size))
         return [(view.size, type(view).__name__) for view in views]
@@ -228,7 +228,9 @@ def test_small_crops():
     weak, strong = "Augment", "StrongAugment"
     assert sizes(224) == [(96, weak)] and sizes(224, "--strong") == [(96, strong)]
     assert sizes(224, "--crops", "multi") == [(s, weak) for s in (224, 192, 160, 128, 96)]
-    assert sizes(32) == [] and sizes(32, "--strong") == [(32, strong)]
+    assert sizes(32) == [] and sizes(32, "--strong") == [(32, strong)] and not capsys.readouterr().err
+    assert sizes(32, "--crops", "multi") == []
+    assert capsys.readouterr().err == "warning: --crops multi is for images above 64 px, and these have 32\n"
     assert sizes(224, "--lam", "0", "--strong") == []
     (view,) = sane.small_crops(sane.parse_args(TINY), data(224))
     assert view.crop_scale == pytest.approx((0.086, 0.429), abs=1e-3)
