@@ -776,7 +776,7 @@ class Probe:
         if y is None:
             return {}
         y = y.repeat(len(h) // len(y))
-        logits, known = self.net(h.detach().float()), (y >= 0).sum().clamp(min=1)
+        logits, known = self.net.train()(h.detach().float()), (y >= 0).sum().clamp(min=1)
         self.optimizer.zero_grad()
         (F.cross_entropy(logits, y, ignore_index=-1, reduction="sum") / known).backward()
         for p in self.net.parameters() if self.world_size > 1 else ():
@@ -979,13 +979,12 @@ FREE = {"max_steps", "device", "workers", "data_dir", "classes", "save_every", "
 class Run:
     """A run folder, and how far the training in it is. It changes no weight but by loading a checkpoint.
 
-    An epoch: batches() gives steps, log() books each, save() sums up and writes the checkpoint, attempt() and
-    draw() are for what may fail, end_epoch() writes the log line. A run that was killed between save() and
-    end_epoch() owes the line: epochs() then gives that epoch again, without steps."""
+    An epoch: batches() gives steps, log() books each, attempt() and draw() are for what may fail, save()
+    writes the checkpoint, which has all lines of the log in it, and then the log."""
 
     def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, probe: Probe):
         self.args, self.env, self.data, self.out = args, env, train, Path(args.out)
-        self.model, self.probe = model, probe
+        self.model = model
         if args.batch_size % env.world_size:
             fail(f"--batch-size {args.batch_size} does not divide by {env.world_size} processes", 2)
         if args.batch_size < 2 * env.world_size:
@@ -1001,6 +1000,7 @@ class Run:
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
         self.tested = test and test.labels is not None
         self.late, self.terms = None, ()  # the last step's loss, not looked at yet; names of the loss's terms
+        self.row = {}  # what the epoch's line will have besides means
         self.signal = 0
         self.parts = dict(model=model, optimizer=optimizer, probe=probe.net, probe_optimizer=probe.optimizer)
         on_rank0(self.lock, env)
@@ -1025,56 +1025,47 @@ class Run:
                     raise ValueError(f"another process trains in {self.out}; wait or choose another --out")
 
     def resume(self, data: dict):
-        """Check that the folder holds this run or nothing; take up its checkpoint and cut its log there."""
-        settings = {k: v for k, v in vars(self.args).items() if k not in FREE}
+        """Check that the folder holds this run or nothing, take up its checkpoint, write its log anew."""
+        now = {"settings": {k: v for k, v in vars(self.args).items() if k not in FREE}, "data": data}
         arguments, checkpoint, log = (self.out / name for name in ("args.json", "checkpoint.pt", "log.jsonl"))
-        state, now = {"step": 0, "sums": {}, "seconds": 0.0, "row": {}}, {"settings": settings, "data": data}
+        state = {"step": 0, "sums": {}, "seconds": 0.0, "rows": []}
         try:
             with together(self.env):  # all have read before rank 0 writes
                 before = {**now, **(json.loads(arguments.read_text()) if arguments.exists() else {})}
                 other = [f"{k} {before[part].get(k)} (now {now[part].get(k)})" for part in now
                          for k in {**before[part], **now[part]} if before[part].get(k) != now[part].get(k)]
-                lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-                if other and (lines or checkpoint.exists()):
+                if other and (checkpoint.exists() or log.exists() and log.stat().st_size):
                     raise ValueError(f"it holds another run: {', '.join(other)}")
-                rows = [json.loads(line) for line in lines if line.endswith("\n")]
                 if checkpoint.exists():
                     state = load_checkpoint(checkpoint)
                     for name, part in self.parts.items():
                         part.load_state_dict(state.get(name, {}))
-                self.step, self.seconds = state["step"], state["seconds"]
+                self.step, self.seconds, self.rows = state["step"], state["seconds"], state["rows"]
                 self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
-                done, whole = self.step >= self.last_step, self.step // self.steps_per_epoch
-                self.rows = [row for row in rows if done or row["epoch"] <= whole]
-                row, logged = state["row"], any(row["step"] >= self.step for row in self.rows)
         except Fault as fault:
             fail(f"cannot go on in {self.out}: {str(fault)[:300]}; choose another --out")
-        self.owed = self.step == row.get("step") and not logged and (done or row["epoch"] <= whole)  # a kill
-        self.row = row if self.owed else {}
+        if self.step < self.last_step:  # without the line of a part of an epoch
+            self.rows = [row for row in self.rows if row["epoch"] <= self.step // self.steps_per_epoch]
+        about = {"script": Path(sys.argv[0]).stem, **now, "all": vars(self.args)}
+        on_rank0(lambda: write_file(
+            arguments, lambda file: file.write(json.dumps(about, indent=1).encode())), self.env)
+        on_rank0(self.write_log, self.env)
 
-        def write():
-            about = {"script": Path(sys.argv[0]).stem, **now, "all": vars(self.args)}
-            write_file(arguments, lambda file: file.write(json.dumps(about, indent=1).encode()))
-            lines = [f"{json.dumps(row)}\n".encode() for row in self.rows]
-            write_file(log, lambda file: file.writelines(lines))
-        if self.owed or not done:
-            on_rank0(write, self.env)
+    def write_log(self):
+        lines = [f"{json.dumps(row)}\n".encode() for row in self.rows]
+        write_file(self.out / "log.jsonl", lambda file: file.writelines(lines))
 
     def epochs(self):
-        """The epochs to run, from the one under way; before them one that owes its log line."""
-        if self.owed:
-            yield self.row["epoch"] - 1
-        elif self.step >= self.last_step:
+        """The epochs to run, from the one under way."""
+        if self.step >= self.last_step:
             say(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
-        if self.step < self.last_step:
-            yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
-            if not self.is_over():
-                say(f"step {self.step} of {self.total_steps}, as --max-steps asks; without it, it goes on")
+            return
+        yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
+        if not self.is_over():
+            say(f"step {self.step} of {self.total_steps}, as --max-steps asks; without it, it goes on")
 
     def batches(self, epoch: int, views):
         """(step, views, labels) for the rest of an epoch. A signal: checkpoint, and exit."""
-        if self.owed:
-            return
         args, first, start = self.args, self.step - epoch * self.steps_per_epoch, time.perf_counter()
         self.row, self.late = {}, None
         self.bar = tqdm(desc=f"epoch {epoch + 1}/{args.epochs}", total=self.steps_per_epoch * args.batch_size,
@@ -1099,10 +1090,6 @@ class Run:
         self.check()
         self.seconds += time.perf_counter() - start
         self.bar.close()
-
-    def ends(self, step: int) -> bool:
-        """Whether a step is the last of its epoch, or of what --max-steps allows."""
-        return (step + 1) % self.steps_per_epoch == 0 or step + 1 == self.last_step
 
     def log(self, lr: float, loss: Tensor, terms: dict[str, Tensor], z: Tensor):
         """Add a step's values to the epoch's means; stop if the loss of the step before was not finite.
@@ -1129,19 +1116,43 @@ class Run:
                  f"--warmup-epochs; {self.out} keeps its last good checkpoint")
         self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{self.lr:.3g}", probe=f"{probe:.1%}", refresh=False)
 
-    def save(self, epoch: int):
-        """Sum up an epoch, or the part of it that --max-steps allows, and write the checkpoint, if due."""
-        if self.owed:
-            return
-        steps, whole = self.sums["steps"].item(), self.step == (epoch + 1) * self.steps_per_epoch
-        std = F.normalize(self.z.float(), dim=1).std(0).mean().item() * self.z.shape[1] ** 0.5
-        self.row = {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
-                    **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"}, **self.row,
-                    "embedding_std": std, "images_per_s": steps * self.args.batch_size / self.seconds}
-        if whole:
-            self.sums, self.seconds = {}, 0.0
-        if self.step == self.last_step or whole and (epoch + 1) % self.args.save_every == 0:
-            on_rank0(self.checkpoint, self.env)
+    def due(self, epoch: int) -> bool:
+        """Whether an epoch ends with an evaluation: every --eval-every epochs and at the schedule's end."""
+        whole = self.step == (epoch + 1) * self.steps_per_epoch
+        return self.tested and whole and (self.is_over() or (epoch + 1) % self.args.eval_every == 0)
+
+    def is_over(self) -> bool:
+        return self.step == self.total_steps
+
+    @torch.no_grad()
+    def attempt(self, what: str, function):
+        """Add what function() returns to the epoch's log line, the model in eval mode; a failure on any rank
+        costs a warning, not the run."""
+        self.model.eval()
+        try:
+            with together(self.env):
+                self.row.update(function())
+        except Fault as fault:
+            say(f"warning: no {what} at step {self.step}: {fault}", sys.stderr)
+        self.model.train()
+
+    def draw(self, name: str, make):
+        """The picture that make() returns, on rank 0."""
+        def write():
+            if self.env.rank == 0:
+                picture = make()
+                write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
+            return {}
+        self.attempt(name, write)
+
+    def curves(self) -> Tensor:
+        """Accuracies and loss over the epochs so far."""
+        keys = {"k-NN": "knn_accuracy", "probe": "probe_test_accuracy", "probe on views": "probe_accuracy"}
+        lines = {name: zip(*[(row["epoch"], 100 * row[key]) for row in self.rows if key in row])
+                 for name, key in keys.items()}
+        lines = {name: line for name, line in ((name, [*line]) for name, line in lines.items()) if line}
+        loss = plot("loss over epochs", {"loss": [*zip(*((row["epoch"], row["loss"]) for row in self.rows))]})
+        return torch.cat([plot("accuracy in % over epochs", lines), loss], dim=1) if lines else loss
 
     def checkpoint(self):
         """checkpoint.pt: all that resume() takes up. backbone.pt: all it takes to use the features."""
@@ -1154,59 +1165,26 @@ class Run:
                      small_images=data.image_size <= 64, mean=list(data.mean), std=list(data.std))
         backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
         save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
-        state = dict(step=self.step, sums=self.sums, seconds=self.seconds, row=self.row)
+        state = dict(step=self.step, sums=self.sums, seconds=self.seconds, rows=self.rows)
         save_checkpoint(self.out / "checkpoint.pt", dict(**state, **parts, **about))
 
-    def due(self, epoch: int) -> bool:
-        """Whether an epoch ends with an evaluation: every --eval-every epochs and at the schedule's end."""
-        whole = self.step == (epoch + 1) * self.steps_per_epoch
-        return self.tested and whole and (self.is_over() or (epoch + 1) % self.args.eval_every == 0)
+    def summary(self, epoch: int) -> dict:
+        """The log's line of an epoch, or of the part of it that --max-steps allows: means over its steps."""
+        steps = self.sums["steps"].item()
+        std = F.normalize(self.z.float(), dim=1).std(0).mean().item() * self.z.shape[1] ** 0.5
+        return {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
+                **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"}, **self.row,
+                "embedding_std": std, "images_per_s": steps * self.args.batch_size / self.seconds}
 
-    def is_over(self) -> bool:
-        return self.step == self.total_steps
-
-    def attempt(self, what: str, function):
-        """Add what function() returns to the epoch's log line; a Fault costs a warning, not the run."""
-        try:
-            self.row.update(function())
-        except Fault as fault:
-            say(f"warning: no {what} at step {self.step}: {fault}", sys.stderr)
-        finally:
-            self.model.train()
-            self.probe.net.train()
-
-    @torch.no_grad()
-    def draw(self, name: str, make):
-        """The picture that make() returns, on rank 0, the model in eval mode; one that cannot be drawn costs
-        a warning."""
-        if self.env.rank:
-            return
-        self.model.eval()
-        try:
-            picture = make()
-            write_file(self.out / name, lambda file: utils.save_image(picture, file, format="png"))
-        except Exception as error:  # a full disk, no memory, an odd matrix: not worth the run
-            say(f"warning: no {name} at step {self.step}: {error}", sys.stderr)
-        self.model.train()
-
-    def curves(self) -> Tensor:
-        """Accuracies and loss over the epochs so far."""
-        keys = {"k-NN": "knn_accuracy", "probe": "probe_test_accuracy", "probe on views": "probe_accuracy"}
-        lines = {name: zip(*[(row["epoch"], 100 * row[key]) for row in self.rows if key in row])
-                 for name, key in keys.items()}
-        lines = {name: line for name, line in ((name, [*line]) for name, line in lines.items()) if line}
-        loss = plot("loss over epochs", {"loss": [*zip(*((row["epoch"], row["loss"]) for row in self.rows))]})
-        return torch.cat([plot("accuracy in % over epochs", lines), loss], dim=1) if lines else loss
-
-    def end_epoch(self):
-        """The epoch's line in log.jsonl, curves.png, and a line to read."""
-        row, args, self.owed = self.row, self.args, False
+    def save(self, epoch: int):
+        """End an epoch: the checkpoint, if due, log.jsonl, curves.png, and a line to read."""
+        row, args = self.summary(epoch), self.args
         self.rows.append(row)
-
-        def write():
-            with open(self.out / "log.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
-        on_rank0(write, self.env)
+        if self.step % self.steps_per_epoch == 0:
+            self.sums, self.seconds = {}, 0.0
+        if self.step == self.last_step or (epoch + 1) % args.save_every == 0:
+            on_rank0(self.checkpoint, self.env)
+        on_rank0(self.write_log, self.env)
         self.draw("curves.png", self.curves)
         left = round((self.last_step - self.step) * args.batch_size / row["images_per_s"])
         line = [f"epoch {row['epoch']:{len(str(args.epochs))}}/{args.epochs}"]

@@ -169,12 +169,11 @@ def main(args):
                 common.ema_update(model.target, online, args.momentum_encoder)
             terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
             run.log(lr, loss, terms, z1)
-        run.save(epoch)
         if run.due(epoch):
             run.attempt("evaluation", lambda: common.evaluate(
                 model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
         run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
-        run.end_epoch()
+        run.save(epoch)
 
 
 if __name__ == "__main__":

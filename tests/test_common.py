@@ -535,12 +535,9 @@ def test_knn_leaves_one_out_of_separated_clusters():
 
 def embedding_std(z):
     """What an epoch's row says of the last z given to Run.log."""
-    run = SimpleNamespace(owed=False, late=None, sums={}, row={}, lr=0.1, seconds=1.0, step=0, last_step=9,
-                          steps_per_epoch=1, args=SimpleNamespace(batch_size=8, save_every=2))
+    run = SimpleNamespace(late=None, sums={}, row={}, seconds=1.0, step=0, args=SimpleNamespace(batch_size=8))
     common.Run.log(run, 0.1, torch.tensor(2.0), {}, z)
-    run.step = 1
-    common.Run.save(run, 0)
-    return run.row["embedding_std"]
+    return common.Run.summary(run, 0)["embedding_std"]
 
 
 def test_embedding_std_tells_spread_from_collapse():

@@ -211,24 +211,20 @@ def test_sigkill_at_any_moment(tmp_path, world, kills):
 
 
 def test_killed_between_checkpoint_and_log_line(capfd, whole, tmp_path, monkeypatch):
-    """Once with a part of the line written, once with none of it: the restart evaluates and writes it."""
-    out = tmp_path / "run"
+    """In the first epoch and at the end: the restart takes the line from the checkpoint."""
+    out, write = tmp_path / "run", common.Run.write_log
 
     def killed(self):
-        with open(self.out / "log.jsonl", "a") as file:
-            file.write('{"epoch": 1, "st' if self.step == 10 else "")
-        raise SystemExit(137)
+        if self.step == step and "bar" in vars(self):  # not yet at the start
+            raise SystemExit(137)
+        write(self)
 
-    for step in (10, 20):
-        with monkeypatch.context() as patch:
-            end = common.Run.end_epoch
-            end_or_die = lambda run: (killed if run.step == step else end)(run)  # noqa: E731
-            patch.setattr(common.Run, "end_epoch", end_or_die)
-            assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 137
-        assert saved(out / "checkpoint.pt")["step"] == step and len(log_lines(out)) == 1
-    for words in ("raw pixels", "finished"):
-        status, text, _ = run_here(capfd, "simtrace.py", *TINY, "--out", out)
-        assert status == 0 and words in text
+    monkeypatch.setattr(common.Run, "write_log", killed)
+    for step, lines in ((10, 0), (20, 1)):
+        assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 137
+        assert saved(out / "checkpoint.pt")["step"] == step and len(log_lines(out)) == lines
+    status, text, _ = run_here(capfd, "simtrace.py", *TINY, "--out", out)
+    assert status == 0 and "finished" in text
     assert_same(weights(out), weights(whole))
     assert same_rows(log(out), log(whole))
 
@@ -426,10 +422,19 @@ def test_other_settings_and_damaged_files_are_refused(capfd, tmp_path):
     torch.save({"step": 2, "sums": {}, "model": {"strange": torch.zeros(1)}}, out / "checkpoint.pt")
     assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out), "backbone.conv1.weight")
     (out / "checkpoint.pt").write_bytes(before)
-    (out / "log.jsonl").write_text("{}\n")
-    assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out))
     (out / "args.json").write_text("{")
     assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out))
+
+
+def test_the_checkpoint_has_the_log(capfd, whole, tmp_path):
+    """A damaged log is written anew; without a checkpoint, other settings do not write over it."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    (out / "log.jsonl").write_text("{}\n{")
+    assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 0 and log(out) == log(whole)
+    (out / "checkpoint.pt").unlink()
+    assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out, "--seed", "9")], 1, "seed 0 (now 9)")
+    assert log(out) == log(whole)
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_holds_nothing(capfd, tmp_path):
@@ -583,13 +588,13 @@ def without_batchnorm(script, args, env, out, err):
 
     module.common.resnet, module.common.Augment = small_network, FixedViews
     module.mlp = lambda widths: torch.nn.Linear(widths[0], widths[-1], bias=False)
-    write = module.common.Run.end_epoch
+    save = module.common.Run.save
 
-    def end_epoch(run):
+    def save_each(run, epoch):
         torch.save(run.model.state_dict(), run.out / f"rank{run.env.rank}.pt")
-        write(run)
+        save(run, epoch)
 
-    module.common.Run.end_epoch = end_epoch
+    module.common.Run.save = save_each
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     module.main(module.parse_args(args))
@@ -630,13 +635,13 @@ def kept_by_rank(script, args, env, out, err):
     """The script as it is; each rank's model is written beside the checkpoint after its evaluation."""
     sys.path[0] = str(ROOT)
     run = importlib.import_module("common").Run
-    end = run.end_epoch
+    save = run.save
 
-    def keep_and_end(self):
+    def save_each(self, epoch):
         torch.save(self.model.state_dict(), self.out / f"rank{self.env.rank}.pt")
-        end(self)
+        save(self, epoch)
 
-    run.end_epoch = keep_and_end
+    run.save = save_each
     program(script, args, env, out, err)
 
 
