@@ -980,7 +980,8 @@ class Run:
     """A run folder, and how far the training in it is. It changes no weight but by loading a checkpoint.
 
     An epoch: batches() gives steps, log() books each, attempt() and draw() are for what may fail, save()
-    writes the checkpoint, which has all lines of the log in it, and then the log."""
+    writes the checkpoint, which has all lines of the log in it, and then the log: a kill leaves nothing to
+    mend, and one within an evaluation costs what was trained since the last checkpoint."""
 
     def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, probe: Probe):
         self.args, self.env, self.data, self.out = args, env, train, Path(args.out)
@@ -995,12 +996,10 @@ class Run:
         self.total_steps = args.epochs * self.steps_per_epoch
         self.warmup_steps = round(args.warmup_epochs * self.steps_per_epoch)
         if self.warmup_steps >= self.total_steps:
-            say(f"warning: --warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate "
-                "only rises", sys.stderr)
+            say(f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate only rises")
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
         self.tested = test and test.labels is not None
-        self.late, self.terms = None, ()  # the last step's loss, not looked at yet; names of the loss's terms
-        self.row = {}  # what the epoch's line will have besides means
+        self.late, self.row = None, {}  # the last step's loss, not looked at yet; what attempt() returned
         self.signal = 0
         self.parts = dict(model=model, optimizer=optimizer, probe=probe.net, probe_optimizer=probe.optimizer)
         on_rank0(self.lock, env)
@@ -1126,8 +1125,8 @@ class Run:
 
     @torch.no_grad()
     def attempt(self, what: str, function):
-        """Add what function() returns to the epoch's log line, the model in eval mode; a failure on any rank
-        costs a warning, not the run."""
+        """Call function(), the model in eval mode, and add what it returns to the epoch's log line; a failure
+        on any rank costs a warning, not the run."""
         self.model.eval()
         try:
             with together(self.env):
