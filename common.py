@@ -979,9 +979,9 @@ FREE = {"max_steps", "device", "workers", "data_dir", "classes", "save_every", "
 class Run:
     """A run folder, and how far the training in it is. It changes no weight but by loading a checkpoint.
 
-    An epoch: batches() gives steps, log() books each, attempt() and draw() are for what may fail, save()
-    writes the checkpoint, which has all lines of the log in it, and then the log: a kill leaves nothing to
-    mend, and one within an evaluation costs what was trained since the last checkpoint."""
+    An epoch: batches() gives steps, log() books each, save() writes the checkpoint, attempt() and draw() are
+    for what may fail, end_epoch() writes the log's line. An epoch ends with its line: one that was killed
+    between save() and end_epoch() comes again, without steps."""
 
     def __init__(self, args, env, train: Images, test: Images | None, model, optimizer, probe: Probe):
         self.args, self.env, self.data, self.out = args, env, train, Path(args.out)
@@ -999,7 +999,7 @@ class Run:
             say(f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate only rises")
         self.last_step = min(self.total_steps, args.max_steps or self.total_steps)
         self.tested = test and test.labels is not None
-        self.late, self.row = None, {}  # the last step's loss, not looked at yet; what attempt() returned
+        self.late = None  # the last step's loss, not looked at yet
         self.signal = 0
         self.parts = dict(model=model, optimizer=optimizer, probe=probe.net, probe_optimizer=probe.optimizer)
         on_rank0(self.lock, env)
@@ -1024,71 +1024,88 @@ class Run:
                     raise ValueError(f"another process trains in {self.out}; wait or choose another --out")
 
     def resume(self, data: dict):
-        """Check that the folder holds this run or nothing, take up its checkpoint, write its log anew."""
+        """Check that the folder holds this run or nothing; take up its checkpoint and cut its log there."""
         now = {"settings": {k: v for k, v in vars(self.args).items() if k not in FREE}, "data": data}
         arguments, checkpoint, log = (self.out / name for name in ("args.json", "checkpoint.pt", "log.jsonl"))
-        state = {"step": 0, "sums": {}, "seconds": 0.0, "rows": []}
+        state = {"step": 0, "sums": {}, "seconds": 0.0, "row": {}}
         try:
             with together(self.env):  # all have read before rank 0 writes
                 before = {**now, **(json.loads(arguments.read_text()) if arguments.exists() else {})}
                 other = [f"{k} {before[part].get(k)} (now {now[part].get(k)})" for part in now
                          for k in {**before[part], **now[part]} if before[part].get(k) != now[part].get(k)]
-                if other and (checkpoint.exists() or log.exists() and log.stat().st_size):
+                lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+                if other and (lines or checkpoint.exists()):
                     raise ValueError(f"it holds another run: {', '.join(other)}")
                 if checkpoint.exists():
                     state = load_checkpoint(checkpoint)
                     for name, part in self.parts.items():
                         part.load_state_dict(state.get(name, {}))
-                self.step, self.seconds, self.rows = state["step"], state["seconds"], state["rows"]
+                self.step, self.seconds, self.row = state["step"], state["seconds"], state["row"]
                 self.sums = {k: v.to(self.env.device) for k, v in state["sums"].items()}
+                done, rows = self.step >= self.last_step, (json.loads(line) for line in lines if line[-1] == "\n")
+                self.rows = [row for row in rows if row["step"] <= self.step
+                             and (done or row["step"] % self.steps_per_epoch == 0)]  # else of a part of an epoch
         except Fault as fault:
             fail(f"cannot go on in {self.out}: {str(fault)[:300]}; choose another --out")
-        if self.step < self.last_step:  # without the line of a part of an epoch
-            self.rows = [row for row in self.rows if row["epoch"] <= self.step // self.steps_per_epoch]
-        about = {"script": Path(sys.argv[0]).stem, **now, "all": vars(self.args)}
-        on_rank0(lambda: write_file(
-            arguments, lambda file: file.write(json.dumps(about, indent=1).encode())), self.env)
-        on_rank0(self.write_log, self.env)
+        if self.env.world_size > 1:
+            steps = torch.tensor([self.step, -self.step])
+            dist.all_reduce(steps, dist.ReduceOp.MAX)
+            if steps.sum():
+                fail(f"not every process sees the same {self.out}: machines must share the folder of --out")
+        if self.rows and self.rows[-1]["step"] == self.step:  # that stretch has its line
+            self.sums, self.seconds, self.row = {}, 0.0, {}
 
-    def write_log(self):
-        lines = [f"{json.dumps(row)}\n".encode() for row in self.rows]
-        write_file(self.out / "log.jsonl", lambda file: file.writelines(lines))
+        def write():
+            about = {"script": Path(sys.argv[0]).stem, **now, "all": vars(self.args)}
+            write_file(arguments, lambda file: file.write(json.dumps(about, indent=1).encode()))
+            lines = [f"{json.dumps(row)}\n".encode() for row in self.rows]
+            write_file(log, lambda file: file.writelines(lines))
+        on_rank0(write, self.env)
 
     def epochs(self):
-        """The epochs to run, from the one under way."""
-        if self.step >= self.last_step:
+        """The epochs to run, from the first without a line in the log."""
+        first, end = self.rows[-1]["epoch"] if self.rows else 0, -(-self.last_step // self.steps_per_epoch)
+        if first >= end:
             say(f"{self.out} is finished: step {self.step} of {self.total_steps}, as asked")
             return
-        yield from range(self.step // self.steps_per_epoch, -(-self.last_step // self.steps_per_epoch))
-        if not self.is_over():
+        yield from range(first, end)
+        if self.step < self.total_steps:
             say(f"step {self.step} of {self.total_steps}, as --max-steps asks; without it, it goes on")
 
     def batches(self, epoch: int, views):
         """(step, views, labels) for the rest of an epoch. A signal: checkpoint, and exit."""
         args, first, start = self.args, self.step - epoch * self.steps_per_epoch, time.perf_counter()
-        self.row, self.late = {}, None
+        self.late = None
         self.bar = tqdm(desc=f"epoch {epoch + 1}/{args.epochs}", total=self.steps_per_epoch * args.batch_size,
                         initial=first * args.batch_size, unit="images", unit_scale=True, leave=False,
                         disable=True if self.env.rank else None)
         shares = batches(self.data, epoch, args.batch_size, self.env, args.seed, views, args.workers, first)
-        for x, y in shares:
+        for x, y in itertools.islice(shares, max(0, self.last_step - self.step)):
             stop = torch.tensor(self.signal)
             if self.env.world_size > 1:  # between the hosts, by gloo: no device waits
                 dist.all_reduce(stop, dist.ReduceOp.MAX)
             if stop:
-                self.seconds += time.perf_counter() - start
-                self.bar.close()
+                self.pause(start)
                 on_rank0(self.checkpoint, self.env)
                 say(f"stopped at step {self.step}; the same command continues", sys.stderr)
                 os._exit(128 + stop.item())
             yield self.step, x, y
             self.step += 1
             self.bar.update(args.batch_size)
-            if self.step == self.last_step:
-                break
-        self.check()
+        self.pause(start)
+
+    def pause(self, start: float):
+        """Note what is of the last step only, and the time since `start`."""
+        if self.late:
+            self.check()
+            std = F.normalize(self.z.float(), dim=1).std(0).mean().item() * self.z.shape[1] ** 0.5
+            self.row = {**self.row, "lr": self.lr, "embedding_std": std}
         self.seconds += time.perf_counter() - start
         self.bar.close()
+
+    def ends(self, step: int) -> bool:
+        """Whether a step is the last of its epoch, or of what --max-steps allows."""
+        return (step + 1) % self.steps_per_epoch == 0 or step + 1 == self.last_step
 
     def log(self, lr: float, loss: Tensor, terms: dict[str, Tensor], z: Tensor):
         """Add a step's values to the epoch's means; stop if the loss of the step before was not finite.
@@ -1100,7 +1117,7 @@ class Run:
         shown = torch.stack([values["loss"], values.get("probe_accuracy", loss.new_zeros(()))])
         shown = shown.to("cpu", non_blocking=True)
         arrival = loss.is_cuda and torch.cuda.current_stream().record_event()  # of that copy
-        self.terms, self.z, self.lr = {*terms} - {"probe_accuracy"}, z.detach(), lr
+        self.z, self.lr = z.detach(), lr
         self.late = self.step, shown, arrival
 
     def check(self):
@@ -1114,6 +1131,26 @@ class Run:
             fail(f"loss is {loss} at step {step}, lr {self.lr:.3g}; lower --base-lr or lengthen "
                  f"--warmup-epochs; {self.out} keeps its last good checkpoint")
         self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{self.lr:.3g}", probe=f"{probe:.1%}", refresh=False)
+
+    def save(self, epoch: int):
+        """The checkpoint, if one is due after this epoch, or after what --max-steps allows of it."""
+        whole = self.step == (epoch + 1) * self.steps_per_epoch
+        if self.step == self.last_step or whole and (epoch + 1) % self.args.save_every == 0:
+            on_rank0(self.checkpoint, self.env)
+
+    def checkpoint(self):
+        """checkpoint.pt: all that resume() takes up. backbone.pt: all it takes to use the features."""
+        args, data = self.args, self.data
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        bad = [k for k, v in parts["model"].items() if not v.isfinite().all()]
+        if bad:
+            raise ValueError(f"{bad[0]} is not finite at step {self.step}; lower --base-lr")
+        about = dict(arch=args.arch, width=args.width, dataset=args.dataset, image_size=data.image_size,
+                     small_images=data.image_size <= 64, mean=list(data.mean), std=list(data.std))
+        backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
+        save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
+        state = dict(step=self.step, sums=self.sums, seconds=self.seconds, row=self.row)
+        save_checkpoint(self.out / "checkpoint.pt", dict(**state, **parts, **about))
 
     def due(self, epoch: int) -> bool:
         """Whether an epoch ends with an evaluation: every --eval-every epochs and at the schedule's end."""
@@ -1130,7 +1167,8 @@ class Run:
         self.model.eval()
         try:
             with together(self.env):
-                self.row.update(function())
+                more = function()
+            self.row.update(more)
         except Fault as fault:
             say(f"warning: no {what} at step {self.step}: {fault}", sys.stderr)
         self.model.train()
@@ -1153,41 +1191,23 @@ class Run:
         loss = plot("loss over epochs", {"loss": [*zip(*((row["epoch"], row["loss"]) for row in self.rows))]})
         return torch.cat([plot("accuracy in % over epochs", lines), loss], dim=1) if lines else loss
 
-    def checkpoint(self):
-        """checkpoint.pt: all that resume() takes up. backbone.pt: all it takes to use the features."""
-        args, data = self.args, self.data
-        parts = {name: part.state_dict() for name, part in self.parts.items()}
-        bad = [k for k, v in parts["model"].items() if not v.isfinite().all()]
-        if bad:
-            raise ValueError(f"{bad[0]} is not finite at step {self.step}; lower --base-lr")
-        about = dict(arch=args.arch, width=args.width, dataset=args.dataset, image_size=data.image_size,
-                     small_images=data.image_size <= 64, mean=list(data.mean), std=list(data.std))
-        backbone = {k: v.cpu().contiguous() for k, v in self.model.backbone.state_dict().items()}
-        save_checkpoint(self.out / "backbone.pt", dict(state_dict=backbone, **about))
-        state = dict(step=self.step, sums=self.sums, seconds=self.seconds, rows=self.rows)
-        save_checkpoint(self.out / "checkpoint.pt", dict(**state, **parts, **about))
-
-    def summary(self, epoch: int) -> dict:
-        """The log's line of an epoch, or of the part of it that --max-steps allows: means over its steps."""
-        steps = self.sums["steps"].item()
-        std = F.normalize(self.z.float(), dim=1).std(0).mean().item() * self.z.shape[1] ** 0.5
-        return {"epoch": epoch + 1, "step": self.step, "lr": self.lr,
-                **{k: v.item() / steps for k, v in self.sums.items() if k != "steps"}, **self.row,
-                "embedding_std": std, "images_per_s": steps * self.args.batch_size / self.seconds}
-
-    def save(self, epoch: int):
-        """End an epoch: the checkpoint, if due, log.jsonl, curves.png, and a line to read."""
-        row, args = self.summary(epoch), self.args
+    def end_epoch(self, epoch: int):
+        """The epoch's line in log.jsonl, curves.png, and a line to read."""
+        args, steps = self.args, self.sums["steps"].item()
+        means = {k: v.item() / steps for k, v in self.sums.items() if k != "steps"}
+        row = {"epoch": epoch + 1, "step": self.step, "lr": self.row["lr"], **means, **self.row,
+               "images_per_s": steps * args.batch_size / self.seconds}
         self.rows.append(row)
-        if self.step % self.steps_per_epoch == 0:
-            self.sums, self.seconds = {}, 0.0
-        if self.step == self.last_step or (epoch + 1) % args.save_every == 0:
-            on_rank0(self.checkpoint, self.env)
-        on_rank0(self.write_log, self.env)
+        self.sums, self.seconds, self.row = {}, 0.0, {}
+
+        def write():
+            with open(self.out / "log.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+        on_rank0(write, self.env)
         self.draw("curves.png", self.curves)
         left = round((self.last_step - self.step) * args.batch_size / row["images_per_s"])
         line = [f"epoch {row['epoch']:{len(str(args.epochs))}}/{args.epochs}"]
-        line += [f"{k} {v:9.4g}" for k, v in row.items() if k == "loss" or k in self.terms]
+        line += [f"{k} {v:9.4g}" for k, v in means.items() if k != "probe_accuracy"]
         for name, key in (("probe", "probe_accuracy"), ("k-NN", "knn_accuracy")) if self.data.classes else ():
             line.append(f"{name} {100 * row[key]:5.1f} %" if key in row else f"{name}    -   ")
         line += [f"{row['images_per_s']:5.0f} img/s", f"{left // 60}:{left % 60:02} left"]

@@ -331,6 +331,7 @@ def main(args):
             model.enqueue(new_keys, new_y)
             terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
             run.log(lr, loss, terms, z1)
+        run.save(epoch)
         if run.due(epoch):
             run.attempt("evaluation", lambda: common.evaluate(
                 model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None,
@@ -338,7 +339,7 @@ def main(args):
         run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
         run.draw("labels.png", lambda: common.grid(
             labels_picture(model, *fixed).flatten(0, 1), min(10, 1 + args.batch_size)))
-        run.save(epoch)
+        run.end_epoch(epoch)
 
 
 if __name__ == "__main__":

@@ -169,11 +169,12 @@ def main(args):
                 common.ema_update(model.target, online, args.momentum_encoder)
             terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
             run.log(lr, loss, terms, z1)
+        run.save(epoch)
         if run.due(epoch):
             run.attempt("evaluation", lambda: common.evaluate(
                 model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
         run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
-        run.save(epoch)
+        run.end_epoch(epoch)
 
 
 if __name__ == "__main__":

@@ -363,14 +363,16 @@ def main(args):
             optimizer.step()
             terms.update(probe.step(h, y))  # of h detached: it watches, and trains nothing else
             run.log(lr, loss, terms, z1)
-        z1, h = z1.detach(), common.gather(h.detach().float())
-        run.attempt("measures", lambda: measures(z1, h))
-        run.draw("spectrum.png", lambda: spectrum_picture(z1, h))
+            if run.ends(step):
+                z1, h = z1.detach(), common.gather(h.detach().float())
+                run.attempt("measures", lambda: measures(z1, h))
+                run.draw("spectrum.png", lambda: spectrum_picture(z1, h))
+        run.save(epoch)
         if run.due(epoch):
             run.attempt("evaluation", lambda: common.evaluate(
                 model.backbone, probe, train, test, args, env, initial=initial if run.is_over() else None))
         run.draw("affinity.png", lambda: common.heatmaps(*picture(*model(*fixed)[1:3], args)))
-        run.save(epoch)
+        run.end_epoch(epoch)
 
 
 if __name__ == "__main__":

@@ -227,8 +227,8 @@ def test_a_singular_covariance_wants_a_ridge(script, capsys):
 SHARED = ["init_distributed(", "load_splits(", "manual_seed(", "Model(args", "initial = copy", "params = [",
           "common.Probe(", "common.Run(", "common.distribute(", 'run.draw("views.png"', "for epoch in ",
           "lr = args.base_lr", "lr = common.cosine_lr(", "with common.autocast(", "optimizer.zero_grad(",
-          ".backward(", "optimizer.step(", "probe.step(", "run.log(", "run.due(",
-          'run.attempt("evaluation"', "initial=initial", 'run.draw("affinity.png"', "run.save("]
+          ".backward(", "optimizer.step(", "probe.step(", "run.log(", "run.save(", "run.due(",
+          'run.attempt("evaluation"', "initial=initial", 'run.draw("affinity.png"', "run.end_epoch("]
 
 
 def test_all_scripts_have_the_same_loop():

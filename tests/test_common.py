@@ -26,6 +26,7 @@ from torch import nn
 from torchvision import transforms
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
+from tqdm import tqdm
 
 import common
 from helpers import ALONE, joined, one_thread, pixels, refused, saved, spread
@@ -535,9 +536,11 @@ def test_knn_leaves_one_out_of_separated_clusters():
 
 def embedding_std(z):
     """What an epoch's row says of the last z given to Run.log."""
-    run = SimpleNamespace(late=None, sums={}, row={}, seconds=1.0, step=0, args=SimpleNamespace(batch_size=8))
+    run = SimpleNamespace(late=None, sums={}, row={}, seconds=1.0, step=0, bar=tqdm(disable=True))
+    run.check = lambda: common.Run.check(run)
     common.Run.log(run, 0.1, torch.tensor(2.0), {}, z)
-    return common.Run.summary(run, 0)["embedding_std"]
+    common.Run.pause(run, 0.0)
+    return run.row["embedding_std"]
 
 
 def test_embedding_std_tells_spread_from_collapse():

@@ -211,20 +211,24 @@ def test_sigkill_at_any_moment(tmp_path, world, kills):
 
 
 def test_killed_between_checkpoint_and_log_line(capfd, whole, tmp_path, monkeypatch):
-    """In the first epoch and at the end: the restart takes the line from the checkpoint."""
-    out, write = tmp_path / "run", common.Run.write_log
+    """Once with a part of the line written, once with none of it: the restart evaluates and writes it."""
+    out, end = tmp_path / "run", common.Run.end_epoch
 
-    def killed(self):
-        if self.step == step and "bar" in vars(self):  # not yet at the start
-            raise SystemExit(137)
-        write(self)
+    def killed(self, epoch):
+        if self.step != step:
+            return end(self, epoch)
+        with open(self.out / "log.jsonl", "a") as file:
+            file.write('{"epoch": 1, "st' if epoch == 0 else "")
+        raise SystemExit(137)
 
-    monkeypatch.setattr(common.Run, "write_log", killed)
-    for step, lines in ((10, 0), (20, 1)):
-        assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 137
-        assert saved(out / "checkpoint.pt")["step"] == step and len(log_lines(out)) == lines
-    status, text, _ = run_here(capfd, "simtrace.py", *TINY, "--out", out)
-    assert status == 0 and "finished" in text
+    with monkeypatch.context() as patch:
+        patch.setattr(common.Run, "end_epoch", killed)
+        for step in (10, 20):
+            assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 137
+            assert saved(out / "checkpoint.pt")["step"] == step and len(log_lines(out)) == 1
+    for words in ("alignment", "finished"):
+        status, text, _ = run_here(capfd, "simtrace.py", *TINY, "--out", out)
+        assert status == 0 and words in text and ("raw pixels" in text) == (words == "alignment")
     assert_same(weights(out), weights(whole))
     assert same_rows(log(out), log(whole))
 
@@ -314,6 +318,19 @@ def test_sigterm_at_two_processes(tmp_path):
     results = finish(processes)
     assert [r[0] for r in results] == [143, 143]
     assert results[0][2].startswith("stopped at step") and results[1][2] == ""
+
+
+def own_disk(script, args, env, out, err):
+    """The script, on rank 1 with a run folder of its own: as on machines that share none."""
+    program(script, [*args[:-1], args[-1] + "/" + env["RANK"]], env, out, err)
+
+
+def test_machines_must_share_the_run_folder(tmp_path):
+    """At a restart one would go on from its checkpoint, the other begin anew."""
+    args = [*TINY, "--max-steps", "3", "--out", str(tmp_path)]
+    finish(start("simtrace.py", *args, world=2, target=own_disk))
+    results = finish(start("simtrace.py", *args, world=2, target=own_disk))
+    assert_refused(results, 1, "not every process sees the same", "--out")
 
 
 def test_no_launcher_is_torchrun_with_one_process(whole, tmp_path):
@@ -422,19 +439,18 @@ def test_other_settings_and_damaged_files_are_refused(capfd, tmp_path):
     torch.save({"step": 2, "sums": {}, "model": {"strange": torch.zeros(1)}}, out / "checkpoint.pt")
     assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out), "backbone.conv1.weight")
     (out / "checkpoint.pt").write_bytes(before)
+    (out / "log.jsonl").write_text("{}\n")
+    assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out))
     (out / "args.json").write_text("{")
     assert_refused([run_here(capfd, "simtrace.py", *args)], 1, str(out))
 
 
-def test_the_checkpoint_has_the_log(capfd, whole, tmp_path):
-    """A damaged log is written anew; without a checkpoint, other settings do not write over it."""
-    out = tmp_path / "run"
-    shutil.copytree(whole, out)
-    (out / "log.jsonl").write_text("{}\n{")
-    assert run_here(capfd, "simtrace.py", *TINY, "--out", out)[0] == 0 and log(out) == log(whole)
-    (out / "checkpoint.pt").unlink()
-    assert_refused([run_here(capfd, "simtrace.py", *TINY, "--out", out, "--seed", "9")], 1, "seed 0 (now 9)")
-    assert log(out) == log(whole)
+def test_a_log_without_checkpoint_is_not_written_over_by_other_settings(capfd, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoint.pt").unlink()
+    results = [run_here(capfd, "simtrace.py", *TINY, "--out", tmp_path, "--seed", "9")]
+    assert_refused(results, 1, "seed 0 (now 9)")
+    assert log(tmp_path) == log(whole)
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_holds_nothing(capfd, tmp_path):
@@ -588,13 +604,13 @@ def without_batchnorm(script, args, env, out, err):
 
     module.common.resnet, module.common.Augment = small_network, FixedViews
     module.mlp = lambda widths: torch.nn.Linear(widths[0], widths[-1], bias=False)
-    save = module.common.Run.save
+    end = module.common.Run.end_epoch
 
-    def save_each(run, epoch):
+    def keep_and_end(run, epoch):
         torch.save(run.model.state_dict(), run.out / f"rank{run.env.rank}.pt")
-        save(run, epoch)
+        end(run, epoch)
 
-    module.common.Run.save = save_each
+    module.common.Run.end_epoch = keep_and_end
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     module.main(module.parse_args(args))
@@ -635,13 +651,13 @@ def kept_by_rank(script, args, env, out, err):
     """The script as it is; each rank's model is written beside the checkpoint after its evaluation."""
     sys.path[0] = str(ROOT)
     run = importlib.import_module("common").Run
-    save = run.save
+    end = run.end_epoch
 
-    def save_each(self, epoch):
+    def keep_and_end(self, epoch):
         torch.save(self.model.state_dict(), self.out / f"rank{self.env.rank}.pt")
-        save(self, epoch)
+        end(self, epoch)
 
-    run.save = save_each
+    run.end_epoch = keep_and_end
     program(script, args, env, out, err)
 
 
