@@ -112,7 +112,7 @@ def init_distributed(device: str = "auto") -> SimpleNamespace:
 
 @contextlib.contextmanager
 def together(env: SimpleNamespace):
-    """For work without collectives: what it raises on one rank becomes a Fault on all, and none waits."""
+    """What a rank's own work raises becomes a Fault on all ranks, and none waits for it."""
     faults = [None]
     try:
         yield
@@ -466,9 +466,9 @@ def patterns(train: bool = True) -> tuple[Tensor, Tensor]:
 
 def read_rgb(file: str, least: int = 2**20) -> Image.Image:
     """First frame, turned as EXIF says, in RGB: alpha is dropped; grey of 16 bits is scaled by their range,
-    of 32 bits by the image's own: to 1 (floats), 255, 65535 or its maximum, from its minimum if that is
-    below 0. Of a JPEG that is larger, a half, 4th or 8th that keeps `least` pixels of the shorter side.
-    OSError if it cannot be read."""
+    of 32 bits from 0 to 1 (floats), 255, 65535 or its maximum, or from a negative minimum to its maximum.
+    Of a JPEG that is larger, a half, 4th or 8th that keeps `least` pixels of the shorter side. OSError if it
+    cannot be read."""
     try:
         with Image.open(file) as image:
             image.draft(None, [-(-pixels * least // min(image.size)) for pixels in image.size])
@@ -1174,7 +1174,7 @@ class Run:
         self.model.train()
 
     def draw(self, name: str, make):
-        """The picture that make() returns, on rank 0."""
+        """Write the picture that make() returns, on rank 0."""
         def write():
             if self.env.rank == 0:
                 picture = make()

@@ -263,13 +263,10 @@ def same_class(labels: Tensor, y: Tensor, keys_y: Tensor) -> Tensor:
     return (weight * (y[:, None] == keys_y)).sum() / weight.sum().clamp(min=1e-12)
 
 
-@torch.no_grad()
 def labels_picture(model: nn.Module, x1: Tensor, x2: Tensor) -> Tensor:
     """Twelve rows of ten images: a query, its positive, and the eight other keys of this batch to which its
     refined label gives most weight: the nearest to the positive's key. -> (12, 10, 3, H, W)"""
-    model.eval()
     keys = F.normalize(model.target(x2).float(), dim=1)
-    model.train()
     cos = (keys @ keys.T).fill_diagonal_(-2)  # p and q rise with it
     best = cos[:12].topk(min(8, len(keys) - 1), dim=1).indices  # (12, 8)
     return torch.cat([x1[:12, None], x2[:12, None], x2[best]], 1)
