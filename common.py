@@ -204,7 +204,7 @@ def distribute(model: nn.Module, env: SimpleNamespace, compile: bool = False) ->
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if env.device.type == "cuda" else model
         model = nn.parallel.DistributedDataParallel(model)
         # at each step: the ranks' queues are equal by themselves, and BatchNorm's buffers are only read by
-        # evaluations, which send them; as an argument, newer versions of torch warn of it
+        # rank 0's pictures and by evaluations, which send them; as an argument, newer torch warns of it
         model.broadcast_buffers = False
     return torch.compile(model) if compile else model
 
